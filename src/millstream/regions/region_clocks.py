@@ -194,8 +194,9 @@ class RegionsHeard:
         if time.monotonic() < self._next_s or self._hearing.locked():
             return
         with self._hearing, contextlib.suppress(MillstreamError, OSError):
-            self._next_s = time.monotonic() + _HEARD_EVERY_S
-            self._hear()
+            if time.monotonic() >= self._next_s:
+                self._next_s = time.monotonic() + _HEARD_EVERY_S
+                self._hear()
 
 
 class HearTime(Protocol):

@@ -172,7 +172,7 @@ class AdmissionQueue:
     def _hurry(self) -> None:
         """Wake the taker if it sleeps. If Ctrl-C interrupts `notify`, the next call does it again."""
         if self._wake_above_bytes != _NEVER:
-            self._work.notify()
+            self._work.notify_all()  # an interrupted call may have left the lock of an earlier wait, which wakes nothing
             self._wake_above_bytes = _NEVER
 
     def _let_in(self) -> None:

@@ -204,11 +204,16 @@ class LogWriter(Closing):
         """Append and return once durable; raises the error that `submit`'s future would end with."""
         self._check_shards(ops)
         is_awaited = self._levels.awaits(acks)
-        if not is_awaited and not self._delays and self._may_write.is_set() and not self._writing.locked():
-            # By `with`: Ctrl-C right after a call of `acquire` would leave the lock held for ever.
-            with self._writing:
-                if self._queue.is_idle() and self._committer.failure is None:
+        if not is_awaited and not self._delays and self._may_write.is_set():
+            has_lock: list[bool] = []
+            try:
+                # In one call: Ctrl-C between an acquisition and its note would leave the lock held for ever.
+                has_lock.extend(map(self._writing.acquire, (False,)))
+                if True in has_lock and self._queue.is_idle() and self._committer.failure is None:
                     return self._write_alone(ops)
+            finally:
+                if True in has_lock:
+                    self._writing.release()
         waiting = ThreadWaiter(ops, _held_bytes(ops))
         self._levels.require(waiting, acks, deadline_s)
         self._queue.put(waiting, deadline_s)
