@@ -395,3 +395,15 @@ def test_the_prompt_sees_each_new_cut_and_outlives_a_query_that_is_cancelled(hom
         shown.type("\\q\n")
         assert shown.process.wait(180) == 0
     land(layout_of(home), 6, NOON + timedelta(minutes=3), [("d", {"id": 77})])
+
+
+def test_a_table_without_a_key_is_named_unless_its_history_is_asked(tmp_path: Path) -> None:
+    home = str(tmp_path / "web")
+    assert command("init", home, "--stream", "web").returncode == 0
+    with millstream.open(home) as opened:
+        opened.append("web", "clicks", [{"page": "/"}])
+    said = command("--home", home, "query", "select 'public.clicks'").stderr.decode()
+    assert 'not readable: public.clicks: has no key: its records are in history."public.clicks"' in said
+    asked = command("--home", home, "query", "--format=csv", 'select page from history."public.clicks"')
+    assert asked.stdout.decode().split() == ["page", "/"]
+    assert "not readable" not in asked.stderr.decode()

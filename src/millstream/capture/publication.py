@@ -54,6 +54,8 @@ class Lack:
     """The table concerned; None if nothing can be captured, because the first publication is missing and can't be created."""
     stops: bool = True
     """Whether the defect prevents capture; if not, capture is only less exact."""
+    adds: tuple[SourceTable, ...] = ()
+    """Tables that the SQL adds. PostgreSQL refuses updates of those without an identity from then on."""
 
 
 def inserts_name(publication: str) -> str:
@@ -276,7 +278,7 @@ def deciding_again(connection: Connection, publication: str) -> str:
 def find_lacks(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> list[Lack]:
     """List the changes to the first publication that someone else must make, so that it sends `tables` completely.
 
-    Tables without an identity count as if they had one: run the SQL that gives them one first.
+    Tables without an identity count as if they had one: the SQL that gives them one has to be run first.
     """
     found = _find(connection, publication)
     may_create, own = _rights(connection, tables)
@@ -285,9 +287,11 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
         message = f"the publication {publication} doesn't exist, and this role may not "
         if may_create and (own or not tables):
             return [
-                Lack(f"{message}add {table.full_name} to it", script, table) for table in tables if table.oid not in own
+                Lack(f"{message}add {table.full_name} to it", script, table, adds=tuple(tables))
+                for table in tables
+                if table.oid not in own
             ]
-        return [Lack(f"{message}create it", script, None)]
+        return [Lack(f"{message}create it", script, None, adds=tuple(tables))]
     lacks = []
     by_leaves = reads_leaves(connection, (publication, inserts_name(publication)))
     sent, members = _sent(connection, [publication]), _members(connection, [publication])
@@ -303,7 +307,7 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
                 continue
             change = _change(publication, "ADD", [table]).as_string(connection) + ";"
             message = f"the publication {publication} doesn't send {table.full_name}, and this role may not add it"
-            lacks.append(Lack(message, change, table))
+            lacks.append(Lack(message, change, table, adds=(table,)))
             continue
         verbs = [verb for verb in _PUBLISH if verb not in sent[table.oid]]
         if verbs:

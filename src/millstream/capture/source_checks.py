@@ -181,7 +181,9 @@ def check_tables(connection: Connection, config: CaptureConfig, rules: ColumnRul
         blocks = "source" if lack.table is None else "table" if lack.stops else "nothing"
         name = lack.table.full_name if lack.table else ""
         fix = f"Have the tables' owner (or a superuser) run the SQL{where}, once every table of the publication has an identity."
-        yield Finding("publication_missing", lack.message, blocks, name, fix, lack.sql)
+        identities = [_identity_remedy(connection, added)[1] for added in lack.adds if not added.usable]
+        script = " ".join(filter(None, [*identities, lack.sql]))
+        yield Finding("publication_missing", lack.message, blocks, name, fix, script)
 
 
 def _check_rules(rules: ColumnRules, tables: list[SourceTable]) -> list[Finding]:
