@@ -22,6 +22,8 @@ def test_what_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
             ("POST", "/v1/streams/web/table/x", 404, "unknown_path", "/v1/streams/{stream}/tables/{table}"),
             ("GET", "/streams", 404, "unknown_path", "Did you mean /v1/streams?"),
             ("GET", "/zzzzzzzz", 404, "unknown_path", "/docs"),
+            ("POST", "/v1/streams/web/consumers/c/recieve", 404, "unknown_path", "/consumers/{consumer}/receive?"),
+            ("POST", "/v1/streams/web/consumers/c/pull", 404, "unknown_path", "/v1/streams/{stream}/consumers?"),
             ("GET", "/v1/streams/web/tables/x", 405, "method_not_allowed", "Use POST."),
             ("PUT", "/status", 405, "method_not_allowed", "Use GET."),
             ("PUT", "/v1/streams/web/consumers", 405, "method_not_allowed", "Use GET, POST."),

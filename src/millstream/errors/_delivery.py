@@ -42,7 +42,7 @@ class DeliveryError(MillstreamError):
         ),
         "unknown_consumer": Code(
             "The stream has no consumer of that name; details: stream, consumer.",
-            hint="Run `millstream consumer ls` to list the stream's consumers.",
+            hint="List the stream's consumers: `millstream consumer ls`, or GET `/v1/streams/{stream}/consumers`.",
             exit_code=2,
         ),
         "consumer_state_unreadable": Code(

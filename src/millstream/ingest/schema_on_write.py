@@ -134,10 +134,11 @@ def check_rules(known: TableSchema, rules: WriteRules) -> None:
         IngestError (`merge_changed`): a column of it took increments and is to take totals, or the other way round.
     """
     if known.key != rules.key:
+        change = "Restore" if known.key else "Remove"
         raise IngestError(
             f"{known.full_name} is written with {_spoken(known.key)}, and the configuration gives it {_spoken(rules.key)}",
             code="key_changed",
-            hint="Restore the table's key in [streams.S.keys], or write to a table of another name.",
+            hint=f"{change} the table's key in [streams.S.keys], or write to a table of another name.",
             table=known.full_name,
             key=list(known.key),
             configured=list(rules.key),

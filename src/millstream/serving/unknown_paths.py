@@ -17,6 +17,7 @@ ROWS_PARAMETERS: Final = ("on_clash", "deadline_s")
 InfluxDB's parameters."""
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _ALIKE: Final = 0.6
+_PART_ALIKE: Final = 0.5
 _SHOWN_MAX: Final = 200
 
 
@@ -76,6 +77,8 @@ def _alike(path: str, template: str) -> float:
     if len(asked) == len(known):
         # Variable parts are as in the request.
         known = [mine if part.startswith("{") else part for mine, part in zip(asked, known, strict=True)]
+        if any(SequenceMatcher(None, *parts).ratio() < _PART_ALIKE for parts in zip(asked, known, strict=True)):
+            return 0.0  # another action of the same thing
     return SequenceMatcher(None, "/".join(asked), "/".join(known)).ratio()
 
 
