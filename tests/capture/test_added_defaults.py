@@ -143,21 +143,3 @@ def test_a_table_whose_records_lack_numbers_is_copied_again(following: Stage) ->
     stage.sql("ALTER TABLE t ADD e int DEFAULT 5")
     stage.catch_up()
     assert sorted(told(stage)[before:]) == [("r", "5", {}), ("r", "5", {}), ("t", None, {})]
-
-
-def test_a_table_whose_records_lacked_numbers_before_an_upgrade_is_copied_again(following: Stage) -> None:
-    """A stream with a lake in PostgreSQL didn't note it; records have numbers since."""
-    stage = following
-    stage.config = replace(stage.config, follows_names=False)
-    stage.catch_up()
-    stage.sql("ALTER TABLE t ADD x int", "INSERT INTO t VALUES (3, 3, 3)")
-    stage.catch_up()
-    stage.config = replace(stage.config, follows_names=True, copies_renamed=True)
-    stage.sql("INSERT INTO t VALUES (4, 4, 4)")
-    stage.catch_up()
-    for copied in (4, 0):  # the copy's records have numbers
-        before = len(told(stage))
-        stage.sql(f"ALTER TABLE t ADD {'e' if copied else 'f'} int DEFAULT 5")
-        stage.catch_up()
-        stage.catch_up()
-        assert [op for op, *_ in told(stage)[before:]].count("r") == copied

@@ -71,7 +71,7 @@ def test_a_token_is_made_shown_once_listed_and_revoked(tmp_path: Path) -> None:
         (["create", "--all", "read", "--expires", "soon"], "usage", "30d|7d"),
         (["create", "--all", "read", "--expires", "0s"], "usage", "30d"),
         (["create", "--all", "read", "--expires", "99999999999d"], "usage", "36500d"),
-        (["revoke", "nobody"], "unknown_access_token", "millstream token ls"),
+        (["revoke", "nobody"], "unknown_access_token", "token ls"),
     ],
 )
 def test_what_is_wrong_is_said_and_makes_nothing(tmp_path: Path, words: list[str], code: str, says: str) -> None:

@@ -83,7 +83,7 @@ def rows_of(
         rows = DeltaTable(path).to_pyarrow_table()
     else:
         rows = catalog_of(layout).load_table(identifier_of(layout, path)).scan().to_arrow()
-    by = "__seq" if view == "history" else schema.key[0]
+    by = "__seq" if view == "history" else (*schema.key, schema.columns[0].name)[0]
     return rows.sort_by(by).to_pylist()  # type: ignore[no-any-return]
 
 

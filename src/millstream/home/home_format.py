@@ -49,7 +49,7 @@ def read_facts(home: HomePaths) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(file.read_bytes())
         return facts | {"format": int(facts["format"])}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         from millstream.wal.files import as_told
