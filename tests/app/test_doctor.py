@@ -153,7 +153,7 @@ def test_a_key_or_a_merge_that_a_table_with_rows_was_not_written_by_is_wrong(tmp
     (tmp_path / "millstream.toml").write_text('[streams.shop.keys]\nclicks = ["id"]\n')
     (found,) = tables(Home(tmp_path))
     assert (found.code, found.blocks, found.table) == ("key_changed", "table", "public.clicks")
-    assert "Restore the table's key" in found.fix
+    assert "Remove the table's key" in found.fix
 
 
 def test_a_log_that_no_reader_and_no_writer_takes_is_wrong(tmp_path: Path) -> None:

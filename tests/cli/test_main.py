@@ -356,9 +356,9 @@ def test_a_hint_names_the_home_that_the_command_named(tmp_path: Path) -> None:
     """A copied hint acted on another home: the one of the shell's folder."""
     home = make_home(tmp_path / "a home", "[streams.web]\n")
     words = ("consumer", "show", "nosuch")
-    assert "Run `millstream consumer ls`" in here(*words, cwd=home).stderr
-    assert f"Run `millstream --home '{home}' consumer ls`" in here("--home", str(home), *words).stderr
-    assert "Run `millstream consumer ls`" in here(*words, cwd=home).stderr
+    assert ": `millstream consumer ls`" in here(*words, cwd=home).stderr
+    assert f": `millstream --home '{home}' consumer ls`" in here("--home", str(home), *words).stderr
+    assert ": `millstream consumer ls`" in here(*words, cwd=home).stderr
 
 
 def test_a_file_that_is_named_as_a_home_is_called_a_file(tmp_path: Path) -> None:
