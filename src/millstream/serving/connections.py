@@ -26,7 +26,7 @@ from millstream.serving.client_hang_up import PeerState, peer_state
 from millstream.serving.problem_documents import encoded, headers_of, plain_problem, problem_of
 from millstream.serving.request_bodies import Receive
 from millstream.serving.request_heads import HeadRefused, check_head
-from millstream.serving.requests import ENDING, ClientStalledError, Scope, Send
+from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT, ClientStalledError, Scope, Send
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -39,11 +39,6 @@ _STATUS_LINES: Final = {int(one): f"HTTP/1.1 {one:d} {one.phrase}\r\n".encode() 
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 """Bytes that would end a header's value, or mean something else to another reader."""
 _BODILESS: Final = {HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED}
-
-
-NEEDS_ITS_CLIENT: Final = "millstream.needs_its_client"
-"""Key in an ASGI scope, set by the application: a client that has ended its side of the connection is gone. It is for
-requests whose answer takes something that another client would get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +80,7 @@ class Exchange:
         self._left_bytes: int | None = None
         """Bytes of the answer's body that are still to be sent; None if it gave no length."""
         self._is_chunked = False
+        self._head = b""  # the answer's header, until its first part goes out with it
 
     async def run(self, application: Application) -> None:
         """Have the application answer; an error of it is our bug, and answered with 500 if there is no answer."""
@@ -163,18 +159,22 @@ class Exchange:
         if self.ends_connection or not self.keeps_alive:
             head.append(b"connection: close\r\n")
         head.append(b"\r\n")
-        self._connection.write(b"".join(head))
+        self._head = b"".join(head)
+        if not self._left_bytes:
+            self._send_body(b"", more=True)
 
     def _send_body(self, body: bytes, *, more: bool) -> None:
         if self._is_chunked:
             end = b"" if more else b"0\r\n\r\n"
-            self._connection.write(b"".join((b"%x\r\n" % len(body), body, b"\r\n", end)) if body else end)
-        elif self.scope["method"] != "HEAD":
-            if self._left_bytes is not None:
-                self._left_bytes -= len(body)
-                if self._left_bytes < 0 or (self._left_bytes and not more):
-                    raise RuntimeError("the answer isn't as long as its Content-Length")
-            self._connection.write(body)
+            body = b"".join((b"%x\r\n" % len(body), body, b"\r\n", end)) if body else end
+        elif self.scope["method"] == "HEAD":
+            body = b""
+        elif self._left_bytes is not None:
+            self._left_bytes -= len(body)
+            if self._left_bytes < 0 or (self._left_bytes and not more):
+                raise RuntimeError("the answer isn't as long as its Content-Length")
+        self._connection.write(self._head + body)  # each write is a system call, and a packet
+        self._head = b""
         if not more:
             self.is_answered = True
             self.changed.set()

@@ -19,10 +19,9 @@ from millstream.errors import HttpError
 from millstream.model.access import Right
 from millstream.protocol.delivery.messages import Kind
 from millstream.serving.access import allow
-from millstream.serving.connections import NEEDS_ITS_CLIENT
 from millstream.serving.openapi import KEY
 from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, Held, Intake, read_body
-from millstream.serving.requests import ENDING, headers_said, key_said
+from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT, headers_said, key_said
 from millstream.serving.row_writes import JSON_TYPE
 from millstream.writers.home_consumers import HomeConsumers
 

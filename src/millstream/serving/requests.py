@@ -23,6 +23,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 ENDING: Final = "millstream.ending"
 """Key in an ASGI scope: an `asyncio.Event`, set once the server takes no more requests. Answers that would go on for
 ever end then."""
+NEEDS_ITS_CLIENT: Final = "millstream.needs_its_client"
+"""Key in an ASGI scope, set by the application: a client that has ended its side of the connection is gone. It is for
+requests whose answer takes something that another client would get."""
 _PARAMETERS_MAX: Final = 32
 _DIGITS_MAX: Final = 18
 
