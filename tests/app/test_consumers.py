@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests.serving.serving_process import served, web_home
 import millstream
 import millstream.aio
 from millstream.app import doctor
+from millstream.delivery.consumer_lookup import Locked
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import DeliveryError, InvalidValue, WriterClosed
 from millstream.home.home import Home
@@ -294,3 +297,31 @@ def test_damaged_state_is_refused_and_cut_off_only_where_the_loss_is_accepted(ho
     assert "nothing is damaged" in done(home, "consumer", "repair")
     with millstream.open(home) as found:
         assert [one["name"] for one in found.consumers("web").list()] == ["first"]
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_call_that_ctrl_c_interrupts_leaves_the_consumer_usable(
+    home: Path, monkeypatch: pytest.MonkeyPatch, *, is_waiting: bool
+) -> None:
+    """Ctrl-C between the acquisition of a consumer's lock and the block left it held: closing the home waited for ever."""
+    with millstream.open(home) as found:
+        found.append("web", "orders", {"id": 1})
+        consumers = found.consumers("web")
+        consumers.create("search", start="latest")
+        enter = Locked.__enter__
+
+        def interrupted(locked: Locked) -> Any:
+            entered = enter(locked)
+            signal.raise_signal(signal.SIGINT)
+            return entered
+
+        with monkeypatch.context() as patched, found.consume("web", "search") as messages:
+            if is_waiting:
+                timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+                timer.start()
+            else:
+                patched.setattr(Locked, "__enter__", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(messages) if is_waiting else consumers.pause("search")
+            patched.undo()
+        assert consumers.resume("search")["state"] == "active"

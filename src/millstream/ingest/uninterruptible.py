@@ -1,4 +1,4 @@
-"""Work that Ctrl-C must not interrupt: a catalog transaction, opening or closing a log."""
+"""Work that Ctrl-C must not interrupt: a catalog transaction, opening or closing a log, a step of a consumer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from millstream.workers import call_in_thread
 _Made = TypeVar("_Made")
 
 
-def uninterruptible(call: Callable[[], _Made]) -> _Made:
+def uninterruptible(call: Callable[[], _Made], *, leave: Callable[[], object] = lambda: None) -> _Made:
     """Return a call's result, computed where no signal handler runs: a KeyboardInterrupt comes after the call.
 
     Handlers run on the main thread only; on any other thread the call is simply made. An interrupted
     call's result is lost: the call itself has to keep what must be kept.
+
+    Args:
+        call: the call.
+        leave: called at an interruption, to end a wait of the call.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -30,6 +34,8 @@ def uninterruptible(call: Callable[[], _Made]) -> _Made:
         interrupted = error
     while not made.done():
         try:
+            if interrupted is not None:
+                leave()
             made.exception()
         except KeyboardInterrupt as error:
             interrupted = error

@@ -27,6 +27,7 @@ from millstream.delivery.running_consumer import Waiter
 from millstream.delivery.service import Answer, StreamConsumers
 from millstream.delivery.state_repair import stored_names
 from millstream.errors import ConfigError, DeliveryError, HomeBusy, LakeBehind, LogError, MillstreamError, WriterClosed
+from millstream.ingest.uninterruptible import uninterruptible
 from millstream.leadership.node_roles import LOOK_EVERY_S, Roles
 from millstream.libpq import database_of
 from millstream.model.as_of_parsing import parse_as_of
@@ -99,12 +100,17 @@ class HomeConsumers:
             HomeBusy: another process has the consumers, and doesn't answer.
             DeliveryError …: as `StreamConsumers.call`.
         """
+        waiter = waiter or Waiter()
+        # An interrupted step would leave a consumer's machine between two states, or its lock held for ever.
+        call = partial(self._call, stream, what, name, body, waiter, key)
+        return uninterruptible(call, leave=waiter.leave)
+
+    def _call(self, stream: str, what: str, name: str | None, body: Any, waiter: Waiter, key: str | None) -> Answer:
         self._home.written_stream(stream)
         if self._home.config.replication.nodes:
             if what in SHOWN and self._roles.of(stream).role is Role.FOLLOWS:
                 return self._copied(stream).call(what, name, body)
             self._roles.check_leads(stream)
-        waiter = waiter or Waiter()
         if what == "receive":
             return self._receive(stream, str(name), body, waiter)
         if what == "backfill" and key is None:
@@ -215,7 +221,7 @@ class HomeConsumers:
             self._taking.stop()
             self._taking.join()
         if own is not None:
-            own.close()
+            uninterruptible(own.close)
 
     def _owner(self) -> _Owner | None:
         """Return this process's owner of the consumers; None if another process has them."""
