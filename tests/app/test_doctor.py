@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import socket
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut
 from millstream.model.positions import Seq
+from millstream.processes.role_locks import RoleLock
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
 
 CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
@@ -51,6 +53,7 @@ def _no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_java", "_compiled"):
         monkeypatch.setattr(doctors, name, lambda *_: "there")
     monkeypatch.setattr(doctors, "_spark", lambda: "there")
+    monkeypatch.setenv("MILLSTREAM_HTTP__LISTEN", "127.0.0.1:0")  # another test may serve the default port
 
 
 def tables(home: Home) -> list[Diagnosis]:
@@ -84,6 +87,22 @@ def test_a_table_that_capture_quarantined_is_wrong_with_the_command_to_run(home:
     assert {"check": "tables of shop", "code": "table_quarantined"}.items() <= _of(told, "tables of shop").items()
     (home.path / "millstream.toml").write_text(CONFIG + CONFIG.replace("shop", "other"))
     assert "--stream shop" in tables(Home(home.path))[0].fix
+
+
+def test_a_taken_address_is_a_note_unless_the_home_itself_is_served(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def addresses() -> list[tuple[str, str, str]]:
+        found = examine(Home(home.path), lambda _line: None)
+        return [(one.check, one.code, one.blocks) for one in found if "listen" in one.check]
+
+    home.config_file.write_text("[streams.shop]\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MILLSTREAM_HTTP__LISTEN", f"127.0.0.1:{taken.getsockname()[1]}")
+        assert addresses() == [("[http] listen", "address_in_use", "nothing")]
+        with RoleLock.take(home.run_folder, "serve"):
+            assert addresses() == []
+    assert addresses() == [("[http] listen", "ok", "nothing")]
 
 
 def test_a_table_quarantined_alone_makes_the_exit_code(home: Home) -> None:

@@ -555,6 +555,7 @@ def test_an_address_that_is_taken_is_a_typed_error(home: Home) -> None:
         done = run(home.path, "serve", MILLSTREAM_HTTP__LISTEN=f"127.0.0.1:{port}")
     assert done.returncode == 1
     assert "error[address_in_use]" in done.stderr
+    assert "requests to it reach another process, not this home" in " ".join(done.stderr.split())
 
 
 def test_each_view_that_a_table_has_in_the_lake_is_told_with_its_path(home: Home) -> None:

@@ -101,6 +101,7 @@ def test_items_are_added_once_and_listed_by_pages(client: TestClient) -> None:
     assert (again.status_code, again.json()["item_id"]) == (200, added.json()["item_id"])
     seen: list[int] = []
     page = client.get("/items?limit=40").json()
+    assert client.get("/items?limit=40&after=").json() == page
     while True:
         seen += [item["item_id"] for item in page["items"]]
         if page["next"] is None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from millstream.app.address_checks import examine_addresses
 from millstream.app.conditions import Kind, what_to_run
 from millstream.app.initialize import holds_password
 from millstream.app.lake_checks import (
@@ -145,6 +146,9 @@ def _examine(
         except OSError as error:  # of a folder that this user may not look into
             yield _failed(f"stream {name}", error, "home")
     yield from _alerts(home)
+    for check, result in examine_addresses(home):
+        # A run continues without its server.
+        yield Diagnosis(check, "ok", result) if isinstance(result, str) else _failed(check, result, "nothing")
     for found in examine_nodes(home):
         # A node works without the others: no finding about them keeps it from running.
         failure = None if found.error is None else _failed(found.check, found.error, "nothing")

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.config.quantities import size_bytes
-from millstream.errors import MillstreamError
 from millstream.home.home import Home
 from millstream.model.durations import duration_s
 from millstream.private_files import make_folder
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 from millstream.processes.control_socket import ControlServer
+from millstream.processes.listening import BACKLOG, listen
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock
 from millstream.serving.bind_check import check_protected
 from millstream.serving.certificates import LOOK_EVERY_S, Renewal
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger("millstream.serve")
 
-_BACKLOG: Final = 2048
 _OBJECTS_A_COLLECTION: Final = 20_000
 """Number of new objects after which cycles among them are looked for: a large answer has as many."""
 
@@ -62,7 +61,7 @@ def serve_home(home: Home, lifeline: Lifeline, parts: Iterable[Callable[[Applica
         contextlib.closing(Access.of_home(home)) as access,
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         watched_catalog(home, lifeline),
-        _listen(host, port) as listener,
+        listen(host, port) as listener,
         contextlib.closing(Application(home, access, parts)) as application,
         _shipping(home) as shipping,
         _flight(home, application, shipping) as flight,
@@ -131,7 +130,7 @@ async def _serve(
 
     aside = [asyncio.create_task(end_when_told()), asyncio.create_task(renew())]
     try:
-        await server.serve(listener, ended, backlog=_BACKLOG)
+        await server.serve(listener, ended, backlog=BACKLOG)
         # No caller waits for these, but their rows count: their senders may take them for appended.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
@@ -194,25 +193,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     import uvloop
 
     return uvloop.new_event_loop()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        facts = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(facts[0], facts[1])
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(facts[4])
-            # The announced address is already open: connections before the server runs wait.
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise MillstreamError(
-            f"can't listen on {host}:{port}: {error}", code="address_in_use", address=f"{host}:{port}"
-        ) from error
-    return listener
 
 
 def _clear(queries: Path) -> None:

@@ -96,7 +96,7 @@ def feed(engine: ForageEngine, query: Fields) -> Answer:
 
 def items(engine: ForageEngine, query: Fields) -> Answer:
     """Return a page of items."""
-    after = number("after", query["after"]) if "after" in query else None
+    after = number("after", query["after"]) if query.get("after") else None
     return engine.items(after, number("limit", query.get("limit", str(PAGE))))
 
 
