@@ -6,13 +6,14 @@ import asyncio
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from tests.wal.log_writers import OTHER, TABLE, HeldSyncs, column, one, opened, small, xids
+from tests.wal.log_writers import OTHER, TABLE, HeldSyncs, OutdatedLook, column, one, opened, small, xids
 from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_spilled, plain_table
 
 from millstream.errors import (
@@ -52,6 +53,23 @@ def test_what_waits_while_an_fsync_runs_becomes_one_group_in_order_of_the_calls(
         assert [ack.offsets[0] for ack in acks] == [(n, n + 1) for n in range(1, 39)]
         assert log.stats().groups == 3
         assert xids(reader) == list(range(1, 40))
+
+
+def test_threads_that_append_while_an_fsync_runs_share_the_next_group(monkeypatch: pytest.MonkeyPatch):
+    """Regression: threads saw the lock free while it changed hands, waited for it, and made a group each."""
+    files = HeldSyncs()
+    with opened("/wal/s", files=files) as log, ThreadPoolExecutor(16) as threads:
+        monkeypatch.setattr(log, "_writing", OutdatedLook())
+        files.may_sync.clear()
+        acks = [threads.submit(log.append, small(1))]
+        assert files.waiting.wait(60)
+        acks += [threads.submit(log.append, small(number)) for number in range(2, 17)]
+        deadline = time.monotonic() + 60
+        while len(log._queue._waiting) < 15 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        files.may_sync.set()
+        assert sorted(ack.result(60).seqs.first for ack in acks) == list(range(1, 17))
+        assert log.stats().groups == 2
 
 
 def test_a_full_queue_holds_callers_and_refuses_them_at_their_deadline():
