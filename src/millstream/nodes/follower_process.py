@@ -51,7 +51,7 @@ from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, holder, n
 from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
 from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.follower import WalFollower
-from millstream.wal.files import NO_SPACE
+from millstream.wal.disk_space import NO_SPACE
 from millstream.workers import Worker, watching
 
 if TYPE_CHECKING:

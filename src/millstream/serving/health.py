@@ -14,8 +14,8 @@ from millstream.leadership.node_roles import Roles
 from millstream.model.replication import LOCAL
 from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.wal.disk_space import check_disk
 from millstream.wal.files import RealFiles
-from millstream.wal.writing.disk_space import check_disk
 from millstream.workers import call_in_thread
 from millstream.writers.home_appender import append_socket, will_write
 from millstream.writers.stall_reasons import sorted_troubles

@@ -18,8 +18,8 @@ from typing import Final, TypeGuard
 from millstream.errors import DiskFull, LogError, MillstreamError, UnreadableBytes
 from millstream.ports import Files, WritableFile
 from millstream.private_files import make_folder, open_private, sync_folder
+from millstream.wal.disk_space import NO_SPACE
 
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk, or of one that is full for this user."""
 _SINCE_BOOT: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 UNREADABLE: Final = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})

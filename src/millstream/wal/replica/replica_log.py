@@ -23,14 +23,15 @@ from typing import NamedTuple
 
 from millstream import failpoints
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
-from millstream.errors import DiskFull, Diverged, MillstreamError, ReplicaGap, ReplicationError, ShipmentUnreadable
+from millstream.errors import Diverged, MillstreamError, ReplicaGap, ReplicationError, ShipmentUnreadable
 from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
 from millstream.ports import Clock, Files, WritableFile
+from millstream.wal.disk_space import NO_SPACE, check_space
 from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark
-from millstream.wal.files import NO_SPACE, RealFiles, SystemClock, as_told, check_is_at, is_refused, replacing
+from millstream.wal.files import RealFiles, SystemClock, as_told, check_is_at, is_refused, replacing
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.replica.follower_marks import NOBODY, check_mark, is_newer, moves, placeholder
 from millstream.wal.replica.partial_groups import GroupEnds, PartialGroups
@@ -187,8 +188,7 @@ class ReplicaLog:
             for mark in marks.values():
                 mark.close()
             lock.close()
-            if isinstance(error, OSError) and error.errno in NO_SPACE:
-                raise DiskFull(f"no disk space in {folder} to rewrite the last shipment: {error}") from error
+            check_space(error, f"no disk space in {folder} to rewrite the last shipment")
             if is_refused(error):
                 raise as_told(error) from error
             raise
@@ -408,8 +408,7 @@ class ReplicaLog:
             try:
                 marks = lock_shards(self._files, self._folder, sorted(names))
             except OSError as error:
-                if error.errno in NO_SPACE:
-                    raise DiskFull(f"no disk space in {self._folder} for more shards: {error}") from error
+                check_space(error, f"no disk space in {self._folder} for more shards")
                 raise
         self._stream = shipment.stream
         self._region = shipment.region
@@ -447,10 +446,10 @@ class ReplicaLog:
                 if shard.file is not None:
                     check_is_at(shard.file, segment_path(shard.folder, shard.arriving.base))
         except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            self._cut_back(plan, made)
-            raise DiskFull(f"no disk space in {self._folder} for the shipment: {error}") from error
+            if error.errno in NO_SPACE:
+                self._cut_back(plan, made)
+            check_space(error, f"no disk space in {self._folder} for the shipment")
+            raise
         for number, arriving in plan.arriving.items():
             shard = self._shards[number]
             if shard.file is not None and arriving.base != shard.arriving.base:

@@ -35,12 +35,12 @@ from millstream.model.operations import Ack, SpilledOp, Submitted, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
+from millstream.wal.disk_space import NO_SPACE, check_disk, check_space, keep_spare
 from millstream.wal.durable_mark import MarkFile
-from millstream.wal.files import NO_SPACE, as_told
+from millstream.wal.files import as_told
 from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.shard_locks import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.startup_progress import StartupProgress
-from millstream.wal.writing.disk_space import check_disk, keep_spare
 from millstream.wal.writing.frame_plan import FramePlan, plan_chunk, plan_group
 from millstream.wal.writing.hybrid_times import GroupTimes
 from millstream.wal.writing.options import LogOptions
@@ -212,8 +212,7 @@ class GroupCommitter:
                 self._syncers = ThreadPoolExecutor(len(self._shards), "wal-sync")
             self._move_marks(anchor=True)
         except OSError as error:
-            if error.errno in NO_SPACE:
-                raise DiskFull(f"no disk space in {self._folder} for more shards: {error}") from error
+            check_space(error, f"no disk space in {self._folder} for more shards")
             raise self.poison("new shards couldn't be made", error) from error
 
     def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
@@ -477,7 +476,7 @@ class GroupCommitter:
         except OSError as second:
             raise self.poison("a failed write to the log couldn't be undone", second) from second
         if isinstance(error, WriteFailed):
-            raise DiskFull(f"no disk space for the commit group: {error.cause}") from error.cause
+            check_space(error.cause, "no disk space for the commit group")
 
     def poison(self, what: str, error: BaseException) -> AppendOutcomeUnknown:
         """Take nothing more; return the error to raise."""

@@ -39,7 +39,6 @@ from millstream.codec.log_segment import (
 from millstream.errors import (
     CorruptFrame,
     CorruptWal,
-    DiskFull,
     LogError,
     ReplicationError,
     StaleEpoch,
@@ -49,8 +48,9 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
+from millstream.wal.disk_space import check_space
 from millstream.wal.durable_mark import read_dropped, read_mark
-from millstream.wal.files import NO_SPACE, put_in_place, replacing
+from millstream.wal.files import put_in_place, replacing
 from millstream.wal.frame_index import damage, missing_segments, unreadable
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.misplacement import REPLACED, misplacement
@@ -452,10 +452,7 @@ def _room_at(tail: _Tail) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in NO_SPACE:
-            raise DiskFull(
-                f"no disk space to rewrite the end of {tail.folder} in recovery; the log stays readable as it was"
-            ) from error
+        check_space(error, f"no disk space to rewrite the end of {tail.folder}; the log stays readable as it was")
         raise
 
 

@@ -28,7 +28,8 @@ from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files, WritableFile
 from millstream.process_metrics import FSYNC_SECONDS
-from millstream.wal.files import NO_SPACE, check_is_at, create_temporary, put_in_place
+from millstream.wal.disk_space import check_space
+from millstream.wal.files import check_is_at, create_temporary, put_in_place
 from millstream.wal.layout import SPARE_NAME, segment_path
 from millstream.wal.writing.frame_plan import FramePlan
 from millstream.wal.writing.options import LogOptions
@@ -160,8 +161,7 @@ class OpenSegment:
             file = create_temporary(files, segment_path(shard_dir, header.base_offset))
             return cls._begin(files, shard_dir, header, file)
         except OSError as error:
-            if error.errno in NO_SPACE:
-                raise DiskFull(f"no disk space in {shard_dir} for a new segment: {error}") from error
+            check_space(error, f"no disk space in {shard_dir} for a new segment")
             raise
 
     @classmethod

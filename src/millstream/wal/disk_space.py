@@ -1,16 +1,26 @@
-"""Space on the log's disk: the share that may be used, and the spare files that a recovery on a full disk takes."""
+"""Space on the log's disk: the error when there is none, the share that may be used, and the spare files.
+
+A recovery on a full disk takes the spare files. `wal.writing.group_commit` cuts back a group that found no space.
+"""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Final
 
 from millstream.errors import DiskFull
 from millstream.ports import Files
-from millstream.wal.files import NO_SPACE
 from millstream.wal.layout import SPARE_NAME
 
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SPARE_LEAST_BYTES: Final = 64 << 10
+
+
+def check_space(error: BaseException, message: str) -> None:
+    """Raise `DiskFull` if the error means that there is no space on the disk."""
+    if isinstance(error, OSError) and error.errno in NO_SPACE:
+        raise DiskFull(f"{message}: {error}") from error
 
 
 def check_disk(files: Files, folder: str, disk_used_max: float) -> None:
