@@ -21,9 +21,10 @@ import trustme
 from tests.delivery.receivers import Answerer, Receiver, Request, answer
 
 from millstream.delivery.sinks import ACCEPTED, Outcome, PushMessage, Verdict, failed
-from millstream.delivery.webhook_http import ANSWER_BYTES, HttpSender, Resolve
+from millstream.delivery.webhook_sender import ANSWER_BYTES, HttpSender, Resolve
 from millstream.delivery.webhook_settings import WebhookSettings
-from millstream.delivery.webhooks import WebhookSink, retry_after_s, signatures, webhook_id_of
+from millstream.delivery.webhook_signature import signatures
+from millstream.delivery.webhook_sink import WebhookSink, retry_after_s, webhook_id_of
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
 

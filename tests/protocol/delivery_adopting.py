@@ -15,7 +15,7 @@ from tests.protocol.delivery_world import BARRIER_TABLE, World
 from tests.seeds import main
 
 from millstream.protocol.delivery import Consumer, Message
-from millstream.protocol.delivery.dead_letters import DeadLetters
+from millstream.protocol.delivery.dead_letter_index import DeadLetters
 from millstream.protocol.delivery.messages import DeadLetter
 
 

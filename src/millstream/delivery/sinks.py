@@ -221,7 +221,7 @@ def open_sink(
 
 def _factory(kind: str) -> SinkFactory:
     if kind == "webhook":
-        from millstream.delivery.webhooks import open_webhook
+        from millstream.delivery.webhook_sink import open_webhook
 
         return open_webhook
     if kind == "redis":

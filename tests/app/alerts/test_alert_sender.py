@@ -21,7 +21,7 @@ from millstream.app.alerts.alert_sender import Watch, watched_alerts
 from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
 from millstream.delivery.webhook_settings import WebhookSettings
-from millstream.delivery.webhooks import webhook_of
+from millstream.delivery.webhook_sink import webhook_of
 from millstream.home.home import Home
 from millstream.model.positions import Seq
 from millstream.processes.role_locks import RoleLock

@@ -55,7 +55,7 @@ def watched_alerts(home: Home) -> Iterator[None]:
         yield
         return
     from millstream.delivery.webhook_settings import WebhookSettings
-    from millstream.delivery.webhooks import webhook_of
+    from millstream.delivery.webhook_sink import webhook_of
 
     settings = WebhookSettings.parse(alerts.webhook(), may_allow_private=True, needs_secret=False)
     with ExitStack() as opened:

@@ -23,7 +23,7 @@ from millstream.protocol.delivery.changes import (
     Steered,
 )
 from millstream.protocol.delivery.cursor_holds import Order
-from millstream.protocol.delivery.dead_letters import DeadLetters
+from millstream.protocol.delivery.dead_letter_index import DeadLetters
 from millstream.protocol.delivery.letter_calls import Lettered
 from millstream.protocol.delivery.messages import (
     DeadLetter,
@@ -38,7 +38,7 @@ from millstream.protocol.delivery.messages import (
 from millstream.protocol.delivery.pending import Pending
 from millstream.protocol.delivery.runs import Runs
 from millstream.protocol.delivery.state import Fact, State
-from millstream.protocol.delivery.timers import Timer, Timers
+from millstream.protocol.delivery.timer_heap import Timer, Timers
 from millstream.protocol.delivery.unread_after_restart import Unread
 from millstream.protocol.delivery.waiting import Answer, Back, Entry, EntryState, fact_of
 

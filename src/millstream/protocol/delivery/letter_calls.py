@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from millstream.protocol.delivery.changes import Died, Dropped, Retried
-from millstream.protocol.delivery.dead_letters import DeadLetters
+from millstream.protocol.delivery.dead_letter_index import DeadLetters
 from millstream.protocol.delivery.messages import DeadLetter
 from millstream.protocol.delivery.push_calls import Pushed
 from millstream.protocol.delivery.unread_after_restart import Unread

@@ -9,7 +9,7 @@ from millstream.protocol.delivery.changes import Change, Delivered, Returned
 from millstream.protocol.delivery.messages import DeadLetter, DeliveryId, Status
 from millstream.protocol.delivery.pending import Pending
 from millstream.protocol.delivery.state import Counters
-from millstream.protocol.delivery.timers import Timers
+from millstream.protocol.delivery.timer_heap import Timers
 from millstream.protocol.delivery.waiting import Back, Entry, EntryState
 
 

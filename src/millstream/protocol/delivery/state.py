@@ -24,7 +24,7 @@ from millstream.protocol.delivery.changes import (
     letter_from_json,
     letter_to_json,
 )
-from millstream.protocol.delivery.dead_letters import bury_again
+from millstream.protocol.delivery.dead_letter_index import bury_again
 from millstream.protocol.delivery.messages import DeadLetter, Phase, position_of
 
 

@@ -1,4 +1,4 @@
-"""Messages that are dead, and those that were dead and are delivered again."""
+"""Dead messages, and those delivered again, by id and position. `consumer` decides when a message dies (`_fail`)."""
 
 from __future__ import annotations
 

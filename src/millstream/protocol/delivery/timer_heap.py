@@ -1,4 +1,4 @@
-"""Times at which deliveries expire and waits end."""
+"""A heap of the times at which deliveries expire and waits end. `consumer` decides what happens then (`expire`)."""
 
 from __future__ import annotations
 

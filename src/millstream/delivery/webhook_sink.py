@@ -1,10 +1,12 @@
-"""Webhooks: batches of messages as signed HTTP requests, by the Standard Webhooks specification."""
+"""Webhooks: batches of messages as HTTP requests, by the Standard Webhooks specification.
+
+`webhook_signature` signs a request, `webhook_sender` sends it, and here its answer becomes an outcome.
+`push_retries` repeats what failed.
+"""
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import hmac
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.delivery.sinks import ACCEPTED, Outcome, Pacing, PushMessage, Verdict, failed
 from millstream.delivery.webhook_settings import WebhookSettings
+from millstream.delivery.webhook_signature import signatures
 
 if TYPE_CHECKING:
-    from millstream.delivery.webhook_http import HttpSender
+    from millstream.delivery.webhook_sender import HttpSender
 
 RETRY_AFTER_MAX_S: Final = 3600.0
 _GONE: Final = 410
@@ -56,7 +59,7 @@ class WebhookSink:
             webhook_id: the request's id, which a retry repeats.
             body: JSON.
         """
-        from millstream.delivery.webhook_http import AddressRefused, ExchangeFailed
+        from millstream.delivery.webhook_sender import AddressRefused, ExchangeFailed
 
         timestamp = int(self._now_s())
         headers = {
@@ -93,7 +96,7 @@ def open_webhook(settings: Mapping[str, Any], *, stream: str, consumer: str) -> 
 
 def webhook_of(settings: WebhookSettings) -> WebhookSink:
     """Return the sink of valid settings."""
-    from millstream.delivery.webhook_http import HttpSender
+    from millstream.delivery.webhook_sender import HttpSender
 
     sender = HttpSender(
         settings.receiver, connections=settings.pacing.concurrency, allow_private=settings.allow_private
@@ -115,13 +118,6 @@ def webhook_id_of(messages: Sequence[PushMessage]) -> str:
         return messages[0].id
     digest = hashlib.sha256("\n".join(message.id for message in messages).encode()).hexdigest()
     return f"batch-{digest[:32]}"
-
-
-def signatures(keys: Iterable[bytes], webhook_id: str, timestamp: int, body: bytes) -> str:
-    """Return the value of the header `webhook-signature`: a signature for each key, separated by spaces."""
-    content = b"%b.%d.%b" % (webhook_id.encode(), timestamp, body)
-    digests = (hmac.digest(key, content, "sha256") for key in keys)
-    return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
 
 
 def retry_after_s(value: str | None, *, now_s: float) -> float | None:
