@@ -8,7 +8,7 @@ import pytest
 
 from millstream.client.consumers import Ask, call_of
 from millstream.client.http_requests import Call
-from millstream.client.http_retries import HttpAnswer, Lost, Nap, Steps, asked
+from millstream.client.http_retries import HttpAnswer, Lost, Nap, Exchange, asked
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
 
@@ -17,7 +17,7 @@ _PROBLEM = {"code": "unknown_consumer", "detail": "stream web has no consumer 's
 UNKNOWN = HttpAnswer(404, {"content-type": "application/problem+json"}, json.dumps(_PROBLEM).encode())
 
 
-def sent_twice(what: str, *, is_sent: bool) -> tuple[Steps[HttpAnswer], Call, Call]:
+def sent_twice(what: str, *, is_sent: bool) -> tuple[Exchange[HttpAnswer], Call, Call]:
     """Return a request's steps after its first answer was lost, and both calls."""
     steps = asked(call_of("web", Ask(what, "search")), url=URL, patience_s=5.0, now=lambda: 0.0)
     first = next(steps)

@@ -6,72 +6,28 @@ import asyncio
 from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.client.appends import APPEND_DEADLINE_S, NOTHING_KNOWN, AppendRequest, KnownTables
+from millstream.client.appends import AppendRequest, AppendSteps, HomeAppends, KnownTables
 from millstream.closing import AsyncClosing
-from millstream.model.names import parse_qualified_name
+from millstream.model.steps import awaiting
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.ingest.python_rows import Rows
-    from millstream.model.operations import Appended, AppendedTables
 
 SMALL_ROWS: Final = 1000
 """Number of rows up to which columns are made on the loop's own thread: handing them to another takes longer."""
 _SMALL_TABLES: Final = 10
 
 
-class AsyncHomeAppends(AsyncClosing):
-    """The appends of a home: both calls are `_append` of its own, once their rows are columns."""
+class AsyncHomeAppends(AppendSteps, AsyncClosing):
+    """The appends of a home. If one is cancelled, the rows may or may not be appended."""
 
-    _known: KnownTables = NOTHING_KNOWN
+    append = awaiting(HomeAppends.append)
+    append_all = awaiting(HomeAppends.append_all)
 
-    async def append(
-        self,
-        stream: str,
-        table: str,
-        rows: Rows,
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> Appended:
-        """Append as the home's blocking twin. If it is cancelled, the rows may or may not be appended."""
-        parse_qualified_name(table)  # a request without a table would be one of several
-        appended: Appended = await self._write(
-            AppendRequest(stream, table, rows, deadline_s, session, number, idempotency_key, keep_valid_rows, acks)
-        )
-        return appended
-
-    async def append_all(
-        self,
-        stream: str,
-        tables: Mapping[str, Rows],
-        *,
-        deadline_s: float = APPEND_DEADLINE_S,
-        session: str | None = None,
-        number: int | None = None,
-        idempotency_key: str | None = None,
-        keep_valid_rows: bool = False,
-        acks: str | None = None,
-    ) -> AppendedTables:
-        """Append as the home's blocking twin. If it is cancelled, the rows may or may not be appended."""
-        appended: AppendedTables = await self._write(
-            AppendRequest(stream, None, tables, deadline_s, session, number, idempotency_key, keep_valid_rows, acks)
-        )
-        return appended
-
-    async def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = await columns_of(request, self._known)
-        with request.naming(rejected, tables):
-            return request.result(await self._append(request, tables), rejected)
-
-    async def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
-        """Append a request's valid rows."""
-        raise NotImplementedError
+    async def _columns(self, request: AppendRequest) -> tuple[dict[str, pa.Table], Any]:
+        return await columns_of(request, self._known)
 
 
 async def columns_of(request: AppendRequest, known: KnownTables) -> tuple[dict[str, pa.Table], Any]:

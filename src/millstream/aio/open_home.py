@@ -25,7 +25,7 @@ from millstream.app.open_home import (
     known_tables,
 )
 from millstream.client.appends import AppendRequest
-from millstream.client.consumers import Ask, Flow, with_records
+from millstream.client.consumers import Ask, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import session_of
@@ -170,7 +170,7 @@ class AsyncOpenHome(AsyncHomeAppends):
         self, stream: str, name: str, *, batch_size: int = CONSUMED_AT_ONCE, wait_s: float | None = None
     ) -> AsyncConsumption:
         """Receive as `OpenHome.consume`: `async with`, then `async for`. Each waiting task takes a thread."""
-        return AsyncConsumption(Flow(name, batch_size, wait_s), name, partial(self._carry_ask, stream))
+        return AsyncConsumption(partial(self._carry_ask, stream), name, batch_size, wait_s)
 
     async def _carry_ask(self, stream: str, ask: Ask) -> Any:
         async with self._making:

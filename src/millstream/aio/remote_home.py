@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import httpx
 import pyarrow as pa
@@ -19,27 +16,16 @@ from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
 from millstream.aio.session import AsyncSession
 from millstream.client.appends import AppendRequest
 from millstream.client.batch_stream import Pieces, change_of, latest_of
-from millstream.client.consumers import Ask, Flow, answer_of_call, call_of
+from millstream.client.consumers import Ask
 from millstream.client.following import REMOTE_POLL_S, AsyncFollowing, Step
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
-from millstream.client.http_requests import (
-    Call,
-    append_call,
-    between,
-    changes_call,
-    check_name,
-    check_url,
-    merged_call,
-    of_stream,
-    only_stream,
-    query_call,
-    session_call,
-)
-from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
+from millstream.client.http_requests import Call, changes_call, check_name, latest_call, records_call
+from millstream.client.http_retries import Exchange, HttpAnswer, Lost, Nap, whole_table
 from millstream.client.remote_home import (
     TIMEOUT_S,
+    RemoteHome,
+    RemoteSteps,
     answer_of,
-    client_settings,
     cut_off,
     logger,
     lost_of,
@@ -47,46 +33,28 @@ from millstream.client.remote_home import (
     tls_of,
 )
 from millstream.client.write_session import session_of
-from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
-from millstream.model.steps import run_async
-from millstream.model.writes import SessionFacts
+from millstream.model.steps import awaiting, run_async
 
-if TYPE_CHECKING:
-    import ssl
+_Result = TypeVar("_Result")
 
 
-class AsyncRemoteHome(AsyncHomeAppends):
+class AsyncRemoteHome(RemoteSteps, AsyncHomeAppends):
     """A `millstream.RemoteHome` for any number of tasks of one event loop, with the same promises and errors."""
 
-    def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
-        self._url = check_url(url)
-        self._timeout_s = timeout_s
-        self._followings: weakref.WeakSet[AsyncFollowing] = weakref.WeakSet()
-        self._http = httpx.AsyncClient(**client_settings(self._url, token, tls, timeout_s))
-
-    def __repr__(self) -> str:
-        return f"AsyncRemoteHome({self._url!r})"
-
-    @property
-    def url(self) -> str:
-        """Return its address."""
-        return self._url
+    _client = httpx.AsyncClient
+    streams = awaiting(RemoteHome.streams)
+    token = awaiting(RemoteHome.token)
+    merged = awaiting(RemoteHome.merged)
+    query = awaiting(RemoteHome.query)
+    status = awaiting(RemoteHome.status)
+    session_facts = awaiting(RemoteHome.session_facts)
 
     async def close(self) -> None:
         """Close the connections."""
         for following in list(self._followings):
             await following.close()
         await self._http.aclose()
-
-    async def streams(self) -> list[str]:
-        """Return as `OpenHome.streams`."""
-        return [str(name) for name in (await self._json(Call("GET", "/v1/streams")))["streams"]]
-
-    async def token(self, stream: str, *, vector: bool = False) -> StreamToken:
-        """Return as `OpenHome.token`."""
-        params = {"vector": "true"} if vector else {}
-        return StreamToken.parse((await self._json(Call("GET", of_stream(stream, "token"), params)))["token"])
 
     async def read(
         self,
@@ -97,8 +65,7 @@ class AsyncRemoteHome(AsyncHomeAppends):
         upto: StreamToken | str | None = None,
     ) -> AsyncGenerator[pa.RecordBatch, None]:
         """Read as `OpenHome.read`."""
-        params = between(after, upto) | ({} if table is None else {"table": table})
-        async with aclosing(self._pieces(Call("GET", of_stream(stream, "records"), params, in_pieces=True))) as pieces:
+        async with aclosing(self._pieces(records_call(stream, table, after, upto))) as pieces:
             async for piece in pieces:
                 for batch in piece.to_batches():
                     yield batch
@@ -142,27 +109,17 @@ class AsyncRemoteHome(AsyncHomeAppends):
         rows_max: int = LATEST_ROWS_MAX,
     ) -> AsyncGenerator[Latest, None]:
         """Read as `OpenHome.read_latest`."""
-        params = between(after, upto) | {"table": table, "rows_max": str(rows_max)}
-        async with aclosing(self._pieces(Call("GET", of_stream(stream, "latest"), params, in_pieces=True))) as pieces:
+        async with aclosing(self._pieces(latest_call(stream, table, after, upto, rows_max))) as pieces:
             async for piece in pieces:
                 yield Latest(*latest_of(piece))
 
-    async def merged(self, stream: str, table: str, *, at: datetime | str | None = None) -> pa.Table:
-        """Return as `OpenHome.merged`."""
-        return whole_table([piece async for piece in self._pieces(merged_call(stream, table, at))], self._url)
-
-    async def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
-        steps = appended(append_call(request, tables), request, url=self._url, now=time.monotonic)
-        return await run_async(steps, self._do)
+    async def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Any:
+        return await run_async(self._sent(request, tables))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""
         check_name(stream)
         return AsyncSession(self._append, self.session_facts, stream, *session_of(name, next_number))
-
-    async def session_facts(self, stream: str, name: str) -> SessionFacts:
-        """Return as `OpenHome.session_facts`."""
-        return SessionFacts.from_dict(await self._json(session_call(stream, name)))
 
     def consumers(self, stream: str) -> AsyncConsumers:
         """Return as `OpenHome.consumers`."""
@@ -174,37 +131,13 @@ class AsyncRemoteHome(AsyncHomeAppends):
     ) -> AsyncConsumption:
         """Receive as `OpenHome.consume`: `async with`, then `async for`."""
         check_name(stream)
-        return AsyncConsumption(Flow(name, batch_size, wait_s), name, partial(self._carry_ask, stream))
+        return AsyncConsumption(partial(self._carry_ask, stream), name, batch_size, wait_s)
 
     async def _carry_ask(self, stream: str, ask: Ask) -> Any:
-        return answer_of_call(await self._asked(call_of(stream, ask)), self._url)
-
-    async def query(
-        self,
-        sql: str,
-        *,
-        stream: str | None = None,
-        as_of: StreamToken | datetime | str | None = None,
-        lake_only: bool = False,
-    ) -> pa.Table:
-        """Query as `OpenHome.query`. Cancelling it ends the query."""
-        named = only_stream(await self.streams()) if stream is None else stream
-        return whole_table(
-            [piece async for piece in self._pieces(query_call(sql, named, as_of, lake_only=lake_only))], self._url
-        )
-
-    async def status(self) -> dict[str, Any]:
-        """Return as `OpenHome.status`."""
-        return await self._json(Call("GET", "/status"))
-
-    async def _json(self, call: Call) -> dict[str, Any]:
-        return json_of(await self._asked(call), self._url)
-
-    async def _asked(self, call: Call) -> HttpAnswer:
-        return await run_async(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic), self._do)
+        return await run_async(self._of_consumers(stream, ask))
 
     async def _pieces(self, call: Call) -> AsyncGenerator[pa.Table, None]:
-        response: httpx.Response = (await self._asked(call)).open
+        response: httpx.Response = (await run_async(self._asked(call))).open
         pieces = Pieces()
         try:
             async for data in response.aiter_bytes():
@@ -216,6 +149,12 @@ class AsyncRemoteHome(AsyncHomeAppends):
             await response.aclose()
         if not pieces.ended:
             raise cut_off(self._url, "the connection was closed")
+
+    async def _whole(self, call: Call) -> pa.Table:
+        return whole_table([piece async for piece in self._pieces(call)], self._url)
+
+    async def _run(self, steps: Exchange[_Result]) -> _Result:
+        return await run_async(steps, self._do)
 
     async def _do(self, step: Call | Nap) -> HttpAnswer | Lost | None:
         if isinstance(step, Nap):

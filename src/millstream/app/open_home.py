@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, schemas_named, tables_named
 from millstream.app.merged_reads import latest_with_totals
 from millstream.client.appends import HomeAppends, KnownTables
-from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
+from millstream.client.consumers import Ask, Consumers, Consumption, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import Session, session_of
@@ -322,7 +322,7 @@ class OpenHome(HomeAppends):
             UnknownStream: there is no such stream.
             DeliveryError (`unknown_consumer`): there is no such consumer; raised by the first message.
         """
-        return Consumption(Flow(name, batch_size, wait_s), name, partial(self._carry_ask, stream))
+        return Consumption(partial(self._carry_ask, stream), name, batch_size, wait_s)
 
     def _carry_ask(self, stream: str, ask: Ask) -> Any:
         return with_records(ask, self._home_consumers().call(stream, ask.what, ask.name, ask.body).body)

@@ -1,6 +1,6 @@
-"""`append` and `append_all` of a home, for threads: their arguments become one `AppendRequest`.
+"""`append` and `append_all` of a home: their arguments become one `AppendRequest`.
 
-`millstream.aio.appends` has them for tasks. A home appends the request's rows once they are columns.
+A home appends the request's rows once they are columns. `millstream.aio.appends` makes coroutines of the same calls.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from millstream.closing import Closing
 from millstream.errors import InvalidValue, UsageError
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.replication import AckLevel
+from millstream.model.steps import Steps, blocking
 from millstream.model.writes import AppendBatch, WriteId
 
 if TYPE_CHECKING:
@@ -107,11 +108,23 @@ class AppendRequest:
         return appended.with_rejected(rejected) if self.table is not None else AppendedTables.of(appended, rejected)
 
 
-class HomeAppends(Closing):
-    """The appends of a home: both calls are `_append` of its own, once their rows are columns."""
+class AppendSteps:
+    """An append, for threads and for tasks: the home's own `_columns` makes columns of rows, and its `_append` appends them."""
 
     _known: KnownTables = NOTHING_KNOWN
+    _columns: Callable[[AppendRequest], Any]
+    _append: Callable[[AppendRequest, Mapping[str, pa.Table]], Any]
 
+    def _write(self, request: AppendRequest) -> Steps[Any]:
+        tables, rejected = yield self._columns(request)
+        with request.naming(rejected, tables):
+            return request.result((yield self._append(request, tables)), rejected)
+
+
+class HomeAppends(AppendSteps, Closing):
+    """The appends of a home."""
+
+    @blocking
     def append(
         self,
         stream: str,
@@ -124,7 +137,7 @@ class HomeAppends(Closing):
         idempotency_key: str | None = None,
         keep_valid_rows: bool = False,
         acks: str | None = None,
-    ) -> Appended:
+    ) -> Steps[Appended]:
         """Append rows to a table of a stream, durably: one operation, which readers see whole or not at all.
 
         If `millstream run` (or another process that appends) writes the home, rows go through that
@@ -169,11 +182,11 @@ class HomeAppends(Closing):
             UsageError (`missing_extra`): reading needs only the core; this needs `millstream[run]`.
         """
         parse_qualified_name(table)  # a request without a table would be one of several
-        appended: Appended = self._write(
+        return self._write(
             AppendRequest(stream, table, rows, deadline_s, session, number, idempotency_key, keep_valid_rows, acks)
         )
-        return appended
 
+    @blocking
     def append_all(
         self,
         stream: str,
@@ -185,7 +198,7 @@ class HomeAppends(Closing):
         idempotency_key: str | None = None,
         keep_valid_rows: bool = False,
         acks: str | None = None,
-    ) -> AppendedTables:
+    ) -> Steps[AppendedTables]:
         """Append rows to several tables of a stream as one operation: readers and the log have all of them or none.
 
         Args:
@@ -207,19 +220,12 @@ class HomeAppends(Closing):
             RoutingError (`not_one_operation`): the tables go to different places; nothing was appended.
             MillstreamError: as `append`.
         """
-        appended: AppendedTables = self._write(
+        return self._write(
             AppendRequest(stream, None, tables, deadline_s, session, number, idempotency_key, keep_valid_rows, acks)
         )
-        return appended
 
-    def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = request.columns(self._known)
-        with request.naming(rejected, tables):
-            return request.result(self._append(request, tables), rejected)
-
-    def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
-        """Append a request's valid rows."""
-        raise NotImplementedError
+    def _columns(self, request: AppendRequest) -> tuple[dict[str, pa.Table], Any]:
+        return request.columns(self._known)
 
 
 def check_deadline(seconds: float, name: str = "deadline_s", *, default_s: float = APPEND_DEADLINE_S) -> float:

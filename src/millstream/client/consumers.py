@@ -1,7 +1,7 @@
 """Consumers in Python: `home.consumers(stream)` makes and steers them, `home.consume(stream, name)` receives from one.
 
-The exchange is written once, as generators that yield requests (`Ask`). A home of this machine and one behind an
-address carry them out with threads here, and `millstream.aio` on an event loop.
+A home of this machine and one behind an address carry out the requests (`Ask`). `millstream.aio` makes coroutines of the
+calls.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 from urllib.parse import quote
 
 from millstream.client.http_requests import Call, of_stream
 from millstream.client.http_retries import HttpAnswer, json_of
 from millstream.errors import InvalidValue, MillstreamError
-from millstream.model.steps import run
+from millstream.model.steps import Steps, blocking, run
 
 _WAIT_S: Final = 5.0
 """How long one request waits for messages."""
 _RECORDS: Final[Mapping[str, str]] = {"receive": "messages", "dead": "dead"}
 """Requests whose answers have records, and the field that they are in."""
-_Result = TypeVar("_Result")
 
 
 class Ask(NamedTuple):
@@ -37,9 +36,8 @@ class Ask(NamedTuple):
     body: Any = None
 
 
-Steps: TypeAlias = Generator[Ask, Any, _Result]
 Carry: TypeAlias = Callable[[Ask], Any]
-"""Carries a request out, and returns the answer."""
+"""Carries a request out, and returns the answer; for tasks, as a coroutine."""
 
 
 def call_of(stream: str, ask: Ask) -> Call:
@@ -77,8 +75,8 @@ def with_records(ask: Ask, body: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Message:
-    """A message of a consumer; see `Consumption`."""
+class MessageFacts:
+    """The attributes of a `Message`, for threads and for tasks."""
 
     id: str
     """The same for ever, however often the message is delivered: `stream-shard-epoch-offset`."""
@@ -94,28 +92,33 @@ class Message:
     _carry: Carry | None = field(default=None, repr=False)
     _name: str = field(default="", repr=False)
 
-    def ack(self) -> str:
+    def _asked(self, what: str, **more: Any) -> Steps[str]:
+        assert self._carry is not None
+        answer = yield self._carry(Ask(what, self._name, {"ack_ids": [self.ack_id], **more}))
+        self.is_settled |= what != "extend"
+        return str(answer["results"][0]["status"])
+
+
+class Message(MessageFacts):
+    """A message of a consumer; see `Consumption`."""
+
+    __slots__ = ()
+
+    @blocking
+    def ack(self) -> Steps[str]:
         """Settle the message; return the status."""
-        status = self._settle(Ask("ack", self._name, {"ack_ids": [self.ack_id]}))
-        self.is_settled = True
-        return status
+        return self._asked("ack")
 
-    def nack(self, delay_s: float = 0.0) -> str:
+    @blocking
+    def nack(self, delay_s: float = 0.0) -> Steps[str]:
         """Return the message, to be delivered again after a delay; return the status."""
-        status = self._settle(
-            Ask("nack", self._name, {"ack_ids": [self.ack_id], "delay_ms": milliseconds("delay_s", delay_s)})
-        )
-        self.is_settled = True
-        return status
+        return self._asked("nack", delay_ms=milliseconds("delay_s", delay_s))
 
-    def extend(self, ack_wait_s: float | None = None) -> str:
+    @blocking
+    def extend(self, ack_wait_s: float | None = None) -> Steps[str]:
         """Let the delivery expire so many seconds from now (the consumer's `ack_wait_ms` if None); return the status."""
         more = {} if ack_wait_s is None else {"ack_wait_ms": milliseconds("ack_wait_s", ack_wait_s)}
-        return self._settle(Ask("extend", self._name, {"ack_ids": [self.ack_id], **more}))
-
-    def _settle(self, ask: Ask) -> str:
-        assert self._carry is not None
-        return status_of(self._carry(ask))
+        return self._asked("extend", **more)
 
 
 def milliseconds(name: str, seconds: float) -> int:
@@ -125,30 +128,29 @@ def milliseconds(name: str, seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def status_of(answer: Any) -> str:
-    """Return the status of the one message of an answer."""
-    return str(answer["results"][0]["status"])
-
-
-class Flow:
-    """The messages of one `consume` block, without I/O.
+class ConsumptionSteps:
+    """The messages of one `consume` block, for threads and for tasks.
 
     Args:
         batch_size: most messages of a request.
         wait_s: how long to wait for a message until the iteration ends; None: for ever.
     """
 
-    def __init__(self, name: str, batch_size: int, wait_s: float | None) -> None:
+    _sleep: Callable[[float], Any]
+    _message: type[MessageFacts]
+
+    def __init__(self, carry: Carry, name: str, batch_size: int, wait_s: float | None) -> None:
         if wait_s is not None:
             milliseconds("wait_s", wait_s)
+        self._carry = carry
         self._name = name
         self._batch_size = batch_size
         self._wait_s = wait_s
         self._fetched: deque[Any] = deque()
-        self.current: Any = None
+        self._current: Any = None
         """The message that was yielded last."""
 
-    def next(self, make: Callable[[dict[str, Any]], Any]) -> Steps[Any]:
+    def _next(self) -> Steps[Any]:
         """Settle the current message and return the next one; None if none comes in time."""
         yield from self._ack_current()
         end_s = None if self._wait_s is None else time.monotonic() + self._wait_s
@@ -156,35 +158,40 @@ class Flow:
             left_s = _WAIT_S if end_s is None else max(0.0, min(_WAIT_S, end_s - time.monotonic()))
             asked = {"batch_size": self._batch_size, "wait_for_ms": int(left_s * 1000)}
             began_s = time.monotonic()
-            answer = yield Ask("receive", self._name, asked)
-            self._fetched.extend(make(message) for message in answer["messages"])
+            answer = yield self._carry(Ask("receive", self._name, asked))
+            messages = answer["messages"]
+            self._fetched.extend(self._message(**message, _carry=self._carry, _name=self._name) for message in messages)
             if not self._fetched:
                 if end_s is not None and time.monotonic() >= end_s:
                     return None
                 if time.monotonic() - began_s < left_s / 2:
-                    yield Ask("sleep", None, min(1.0, left_s))  # it is paused
-        self.current = self._fetched.popleft()
-        return self.current
+                    yield self._sleep(min(1.0, left_s))  # it is paused
+        self._current = self._fetched.popleft()
+        return self._current
 
-    def leave(self, *, has_failed: bool) -> Steps[None]:
-        """Settle the current message, or return it; return the others, which don't count as failed."""
-        if not has_failed:
-            yield from self._ack_current()
-        elif self.current is not None and not self.current.is_settled:
-            yield Ask("nack", self._name, {"ack_ids": [self.current.ack_id]})
-        rest = [message.ack_id for message in self._fetched if not message.is_settled]
-        self._fetched.clear()
-        self.current = None
-        if rest:
-            yield Ask("nack", self._name, {"ack_ids": rest, "failed": False})
+    def _leave(self, *, has_failed: bool) -> Steps[None]:
+        """Settle the current message, or return it; return the others, which don't count as failed.
+
+        If the block failed, its own exception isn't replaced: messages that can't be returned come back by their expiry.
+        """
+        with suppress(*((MillstreamError,) if has_failed else ())):
+            if not has_failed:
+                yield from self._ack_current()
+            elif self._current is not None and not self._current.is_settled:
+                yield self._carry(Ask("nack", self._name, {"ack_ids": [self._current.ack_id]}))
+            rest = [message.ack_id for message in self._fetched if not message.is_settled]
+            self._fetched.clear()
+            self._current = None
+            if rest:
+                yield self._carry(Ask("nack", self._name, {"ack_ids": rest, "failed": False}))
 
     def _ack_current(self) -> Steps[None]:
-        current, self.current = self.current, None
+        current, self._current = self._current, None
         if current is not None and not current.is_settled:
-            yield Ask("ack", self._name, {"ack_ids": [current.ack_id]})
+            yield self._carry(Ask("ack", self._name, {"ack_ids": [current.ack_id]}))
 
 
-class Consumption:
+class Consumption(ConsumptionSteps):
     """The messages of a consumer: a context manager that is iterated over. Made by `home.consume`.
 
     A message is acknowledged when the next one is asked for, and when the block ends. If the block ends with an
@@ -193,18 +200,14 @@ class Consumption:
     Concurrency: one thread.
     """
 
-    def __init__(self, flow: Flow, name: str, carry: Carry) -> None:
-        self._flow = flow
-        self._name = name
-        self._carry = carry
+    _sleep = staticmethod(time.sleep)
+    _message = Message
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # The block's own exception isn't replaced: messages that can't be returned come back by their expiry.
-        with suppress(*(() if kind is None else (MillstreamError,))):
-            run(self._flow.leave(has_failed=kind is not None), self._do)
+        run(self._leave(has_failed=kind is not None))
 
     def __iter__(self) -> Self:
         return self
@@ -216,19 +219,10 @@ class Consumption:
             DeliveryError (`unknown_consumer`): the consumer was deleted.
             CursorExpired: it was cut off.
         """
-        found: Message | None = run(self._flow.next(self._made), self._do)
-        if found is None:
+        message: Message | None = run(self._next())
+        if message is None:
             raise StopIteration
-        return found
-
-    def _made(self, message: dict[str, Any]) -> Message:
-        return Message(**message, _carry=self._carry, _name=self._name)
-
-    def _do(self, ask: Ask) -> Any:
-        if ask.what == "sleep":
-            time.sleep(ask.body)
-            return None
-        return self._carry(ask)
+        return message
 
 
 def definition_of(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,16 +258,24 @@ def ids_of(ids: Iterable[str] | str) -> dict[str, Any]:
     return {"ids": ids if isinstance(ids, str) else list(ids)}
 
 
-class Consumers:
+class ConsumersSteps:
+    """The requests to a stream's consumers, for threads and for tasks."""
+
+    def __init__(self, carry: Carry) -> None:
+        self._carry = carry
+
+    def _asked(self, ask: Ask) -> Steps[Any]:
+        return (yield self._carry(ask))
+
+
+class Consumers(ConsumersSteps):
     """A stream's consumers. Made by `home.consumers`.
 
     Every call raises `UnknownStream`, and `DeliveryError` (`unknown_consumer`) for a name that none has.
     """
 
-    def __init__(self, carry: Carry) -> None:
-        self._carry = carry
-
-    def create(self, name: str, **fields: Any) -> dict[str, Any]:
+    @blocking
+    def create(self, /, name: str, **fields: Any) -> Steps[dict[str, Any]]:
         """Create a consumer, and return its definition and its cursor. The same call again changes nothing.
 
         Args:
@@ -287,24 +289,29 @@ class Consumers:
         """
         return self._asked(Ask("create", None, definition_of(name, fields)))
 
-    def list(self) -> list[dict[str, Any]]:
+    @blocking
+    def list(self) -> Steps[list[dict[str, Any]]]:
         """Return every consumer with its progress, by name."""
-        found: list[dict[str, Any]] = self._carry(Ask("list"))["consumers"]
-        return found
+        consumers: list[dict[str, Any]] = (yield from self._asked(Ask("list")))["consumers"]
+        return consumers
 
-    def get(self, name: str) -> dict[str, Any]:
+    @blocking
+    def get(self, name: str) -> Steps[dict[str, Any]]:
         """Return a consumer's definition and progress."""
         return self._asked(Ask("show", name))
 
-    def pause(self, name: str) -> dict[str, Any]:
+    @blocking
+    def pause(self, name: str) -> Steps[dict[str, Any]]:
         """Deliver nothing until `resume`; return what `get` does."""
         return self._asked(Ask("pause", name))
 
-    def resume(self, name: str) -> dict[str, Any]:
+    @blocking
+    def resume(self, name: str) -> Steps[dict[str, Any]]:
         """Deliver again; return what `get` does."""
         return self._asked(Ask("resume", name))
 
-    def rewind(self, name: str, to: str) -> dict[str, Any]:
+    @blocking
+    def rewind(self, name: str, to: str) -> Steps[dict[str, Any]]:
         """Begin behind a token, at a time, at `earliest` or at `latest`; return what `get` does.
 
         Raises:
@@ -312,7 +319,8 @@ class Consumers:
         """
         return self._asked(Ask("rewind", name, {"to": str(to)}))
 
-    def backfill(self, name: str, *, tables: Iterable[str] | None = None, where: str | None = None) -> int:
+    @blocking
+    def backfill(self, name: str, *, tables: Iterable[str] | None = None, where: str | None = None) -> Steps[int]:
         """Deliver the rows of tables as of the cursor, before later records; return the backfill's number.
 
         Args:
@@ -326,24 +334,24 @@ class Consumers:
             InvalidValue: `tables` or `where` is invalid.
             CursorExpired: the consumer was cut off.
         """
-        return int(self._asked(Ask("backfill", name, rows_of(tables, where)))["backfill"])
+        return int((yield from self._asked(Ask("backfill", name, rows_of(tables, where))))["backfill"])
 
-    def dead(self, name: str, *, after: str | None = None, limit: int | None = None) -> dict[str, Any]:
+    @blocking
+    def dead(self, name: str, *, after: str | None = None, limit: int | None = None) -> Steps[dict[str, Any]]:
         """Return a page of dead letters, the oldest first: `dead`, and in `next` the `after` of the next page."""
         return self._asked(Ask("dead", name, page_of(after, limit)))
 
-    def retry(self, name: str, ids: Iterable[str] | str = "all") -> dict[str, Any]:
+    @blocking
+    def retry(self, name: str, ids: Iterable[str] | str = "all") -> Steps[dict[str, Any]]:
         """Deliver dead messages again; return the status of each."""
         return self._asked(Ask("retry", name, ids_of(ids)))
 
-    def drop(self, name: str, ids: Iterable[str] | str = "all") -> dict[str, Any]:
+    @blocking
+    def drop(self, name: str, ids: Iterable[str] | str = "all") -> Steps[dict[str, Any]]:
         """Forget dead messages; return the status of each."""
         return self._asked(Ask("drop", name, ids_of(ids)))
 
-    def delete(self, name: str) -> None:
+    @blocking
+    def delete(self, name: str) -> Steps[None]:
         """Remove a consumer, with its dead letters."""
-        self._carry(Ask("delete", name))
-
-    def _asked(self, ask: Ask) -> dict[str, Any]:
-        found: dict[str, Any] = self._carry(ask)
-        return found
+        return self._asked(Ask("delete", name))

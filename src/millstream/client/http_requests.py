@@ -163,6 +163,22 @@ def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None
     return Call("POST", of_stream(stream, "query"), {}, headers, json.dumps(asks).encode(), in_pieces=True)
 
 
+def records_call(
+    stream: str, table: str | None, after: StreamToken | str | None, upto: StreamToken | str | None
+) -> Call:
+    """Return the request for the records between two tokens."""
+    params = between(after, upto) | ({} if table is None else {"table": table})
+    return Call("GET", of_stream(stream, "records"), params, in_pieces=True)
+
+
+def latest_call(
+    stream: str, table: str, after: StreamToken | str | None, upto: StreamToken | str | None, rows_max: int
+) -> Call:
+    """Return the request for the changes of a table's rows between two tokens."""
+    params = between(after, upto) | {"table": table, "rows_max": str(rows_max)}
+    return Call("GET", of_stream(stream, "latest"), params, in_pieces=True)
+
+
 def changes_call(stream: str, table: str | Sequence[str] | None, after: StreamToken | str, upto: StreamToken) -> Call:
     """Return the request for the records between two tokens, each batch with its token."""
     names = table_names(table)

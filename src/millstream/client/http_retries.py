@@ -102,10 +102,10 @@ class _Waiting:
         return Nap(seconds, f"{error.code}: {error.message}; the request is sent again for up to {left_s:.0f} s")
 
 
-Steps: TypeAlias = Generator[Call | Nap, HttpAnswer | Lost | None, _Result]
+Exchange: TypeAlias = Generator[Call | Nap, HttpAnswer | Lost | None, _Result]
 
 
-def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) -> Steps[HttpAnswer]:
+def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) -> Exchange[HttpAnswer]:
     """Return the answer to a call other than an append, which is resent while no server answers or has room.
 
     Args:
@@ -147,7 +147,7 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
 
 def appended(
     call: Call, request: AppendRequest, *, url: str, now: Callable[[], float]
-) -> Steps[Appended | AppendedTables]:
+) -> Exchange[Appended | AppendedTables]:
     """Send an append's call until it is answered, or its deadline is over; return its result.
 
     It is sent again if no answer came, or the server had no room.

@@ -7,38 +7,38 @@ import ipaddress
 import logging
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 
 from millstream.client.appends import AppendRequest, HomeAppends, check_deadline
 from millstream.client.batch_stream import Pieces, change_of, latest_of
-from millstream.client.consumers import Ask, Consumers, Consumption, Flow, answer_of_call, call_of
+from millstream.client.consumers import Ask, Consumers, Consumption, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, Following, Step
 from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.http_requests import (
     Call,
     append_call,
-    between,
     changes_call,
     check_name,
     check_url,
+    latest_call,
     merged_call,
     of_stream,
     only_stream,
     query_call,
+    records_call,
     session_call,
 )
-from millstream.client.http_retries import HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
+from millstream.client.http_retries import Exchange, HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
 from millstream.client.write_session import Session, session_of
 from millstream.errors import RemoteError, UsageError
-from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
-from millstream.model.steps import run
+from millstream.model.steps import Steps, blocking, run
 from millstream.model.writes import SessionFacts
 
 try:
@@ -60,9 +60,48 @@ TIMEOUT_S: Final = 60.0
 """How long to wait for an answer's next bytes, and for a server to answer at all."""
 _CONNECTIONS_MAX: Final = 64
 _HANDSHAKE_S: Final = 2.0
+_Result = TypeVar("_Result")
 
 
-class RemoteHome(HomeAppends):
+class RemoteSteps:
+    """The calls of a home behind an address that threads and tasks share: its client's `_run` exchanges calls and answers."""
+
+    _client: Callable[..., Any]
+    _run: Callable[[Exchange[Any]], Any]
+    _whole: Callable[[Call], Any]
+    streams: Callable[[], Any]
+
+    def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
+        self._url = check_url(url)
+        self._timeout_s = timeout_s
+        self._followings: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._http = self._client(**client_settings(self._url, token, tls, timeout_s))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """Return its address."""
+        return self._url
+
+    def _json(self, call: Call) -> Steps[Any]:
+        return json_of((yield from self._asked(call)), self._url)
+
+    def _asked(self, call: Call) -> Steps[HttpAnswer]:
+        steps = asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic)
+        answer: HttpAnswer = yield self._run(steps)
+        return answer
+
+    def _sent(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Steps[Any]:
+        call = append_call(request, tables)
+        return (yield self._run(appended(call, request, url=self._url, now=time.monotonic)))
+
+    def _of_consumers(self, stream: str, ask: Ask) -> Steps[Any]:
+        return answer_of_call((yield from self._asked(call_of(stream, ask))), self._url)
+
+
+class RemoteHome(RemoteSteps, HomeAppends):
     """A home behind an address. Made by `connect`.
 
     It raises the errors of an `OpenHome`, rebuilt from the server's answer, and in addition:
@@ -73,19 +112,7 @@ class RemoteHome(HomeAppends):
     Concurrency: any number of threads.
     """
 
-    def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
-        self._url = check_url(url)
-        self._timeout_s = timeout_s
-        self._followings: weakref.WeakSet[Following] = weakref.WeakSet()
-        self._http = httpx.Client(**client_settings(self._url, token, tls, timeout_s))
-
-    def __repr__(self) -> str:
-        return f"RemoteHome({self._url!r})"
-
-    @property
-    def url(self) -> str:
-        """Return its address."""
-        return self._url
+    _client = httpx.Client
 
     def close(self) -> None:
         """Close the connections."""
@@ -93,14 +120,16 @@ class RemoteHome(HomeAppends):
             following.close()
         self._http.close()
 
-    def streams(self) -> list[str]:
+    @blocking
+    def streams(self) -> Steps[list[str]]:
         """Return as `OpenHome.streams`."""
-        return [str(name) for name in self._json(Call("GET", "/v1/streams"))["streams"]]
+        return [str(name) for name in (yield from self._json(Call("GET", "/v1/streams")))["streams"]]
 
-    def token(self, stream: str, *, vector: bool = False) -> StreamToken:
+    @blocking
+    def token(self, stream: str, *, vector: bool = False) -> Steps[StreamToken]:
         """Return as `OpenHome.token`."""
         params = {"vector": "true"} if vector else {}
-        return StreamToken.parse(self._json(Call("GET", of_stream(stream, "token"), params))["token"])
+        return StreamToken.parse((yield from self._json(Call("GET", of_stream(stream, "token"), params)))["token"])
 
     def read(
         self,
@@ -111,8 +140,7 @@ class RemoteHome(HomeAppends):
         upto: StreamToken | str | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Read as `OpenHome.read`."""
-        params = between(after, upto) | ({} if table is None else {"table": table})
-        for piece in self._pieces(Call("GET", of_stream(stream, "records"), params, in_pieces=True)):
+        for piece in self._pieces(records_call(stream, table, after, upto)):
             yield from piece.to_batches()
 
     def follow(
@@ -154,25 +182,26 @@ class RemoteHome(HomeAppends):
         rows_max: int = LATEST_ROWS_MAX,
     ) -> Iterator[Latest]:
         """Read as `OpenHome.read_latest`."""
-        params = between(after, upto) | {"table": table, "rows_max": str(rows_max)}
-        for piece in self._pieces(Call("GET", of_stream(stream, "latest"), params, in_pieces=True)):
+        for piece in self._pieces(latest_call(stream, table, after, upto, rows_max)):
             yield Latest(*latest_of(piece))
 
-    def merged(self, stream: str, table: str, *, at: datetime | str | None = None) -> pa.Table:
+    @blocking
+    def merged(self, stream: str, table: str, *, at: datetime | str | None = None) -> Steps[pa.Table]:
         """Return as `OpenHome.merged`."""
-        return whole_table(self._pieces(merged_call(stream, table, at)), self._url)
+        return (yield self._whole(merged_call(stream, table, at)))
 
-    def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended | AppendedTables:
-        return run(appended(append_call(request, tables), request, url=self._url, now=time.monotonic), self._do)
+    def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Any:
+        return run(self._sent(request, tables))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Return as `OpenHome.session`."""
         check_name(stream)
         return Session(self._append, self.session_facts, stream, *session_of(name, next_number))
 
-    def session_facts(self, stream: str, name: str) -> SessionFacts:
+    @blocking
+    def session_facts(self, stream: str, name: str) -> Steps[SessionFacts]:
         """Return as `OpenHome.session_facts`."""
-        return SessionFacts.from_dict(self._json(session_call(stream, name)))
+        return SessionFacts.from_dict((yield from self._json(session_call(stream, name))))
 
     def consumers(self, stream: str) -> Consumers:
         """Return as `OpenHome.consumers`."""
@@ -184,11 +213,12 @@ class RemoteHome(HomeAppends):
     ) -> Consumption:
         """Receive as `OpenHome.consume`."""
         check_name(stream)
-        return Consumption(Flow(name, batch_size, wait_s), name, partial(self._carry_ask, stream))
+        return Consumption(partial(self._carry_ask, stream), name, batch_size, wait_s)
 
     def _carry_ask(self, stream: str, ask: Ask) -> Any:
-        return answer_of_call(self._asked(call_of(stream, ask)), self._url)
+        return run(self._of_consumers(stream, ask))
 
+    @blocking
     def query(
         self,
         sql: str,
@@ -196,23 +226,21 @@ class RemoteHome(HomeAppends):
         stream: str | None = None,
         as_of: StreamToken | datetime | str | None = None,
         lake_only: bool = False,
-    ) -> pa.Table:
-        """Query as `OpenHome.query`."""
-        named = only_stream(self.streams()) if stream is None else stream
-        return whole_table(self._pieces(query_call(sql, named, as_of, lake_only=lake_only)), self._url)
+    ) -> Steps[pa.Table]:
+        """Query as `OpenHome.query`. For a task: cancelling it ends the query."""
+        named = only_stream((yield self.streams())) if stream is None else stream
+        return (yield self._whole(query_call(sql, named, as_of, lake_only=lake_only)))
 
-    def status(self) -> dict[str, Any]:
+    @blocking
+    def status(self) -> Steps[dict[str, Any]]:
         """Return as `OpenHome.status`."""
         return self._json(Call("GET", "/status"))
 
-    def _json(self, call: Call) -> dict[str, Any]:
-        return json_of(self._asked(call), self._url)
-
-    def _asked(self, call: Call) -> HttpAnswer:
-        return run(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic), self._do)
+    def _whole(self, call: Call) -> pa.Table:
+        return whole_table(self._pieces(call), self._url)
 
     def _pieces(self, call: Call) -> Iterator[pa.Table]:
-        response: httpx.Response = self._asked(call).open
+        response: httpx.Response = run(self._asked(call)).open
         pieces = Pieces()
         with contextlib.closing(response):
             try:
@@ -222,6 +250,9 @@ class RemoteHome(HomeAppends):
                 raise cut_off(self._url, str(error)) from error
         if not pieces.ended:
             raise cut_off(self._url, "the connection was closed")
+
+    def _run(self, steps: Exchange[_Result]) -> _Result:
+        return run(steps, self._do)
 
     def _do(self, step: Call | Nap) -> HttpAnswer | Lost | None:
         if isinstance(step, Nap):

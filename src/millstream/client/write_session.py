@@ -1,7 +1,6 @@
 """Sessions: an application's numbered writes, so that one with unknown outcome is resent and not appended twice.
 
-The logic that threads and tasks share is a generator of calls: `Session` carries it out in a thread, and
-`millstream.aio` in a task.
+`Session` has the calls of threads; `millstream.aio` makes coroutines of them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import heapq
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from millstream.errors import (
     UsageError,
     WriterClosed,
 )
-from millstream.model.steps import run
+from millstream.model.steps import Steps, blocking
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -210,7 +209,12 @@ class Attempts:
 
 
 class NumberedWrites:
-    """The writes of a session, whatever waits for them: a thread (`Session`) or a task (`AsyncSession`)."""
+    """The writes of a session, for threads (`Session`) and for tasks (`AsyncSession`)."""
+
+    _nap: Callable[[float], Any]
+    _lock: Callable[[], Any]
+    _columns: Callable[[AppendRequest], Any]
+    resume: Callable[[], Any]
 
     def __init__(
         self,
@@ -219,24 +223,30 @@ class NumberedWrites:
         stream: str,
         name: str,
         next_number: int | None,
-        nap: Callable[[float], Any],
-        known: KnownTables,
+        known: KnownTables = NOTHING_KNOWN,
     ) -> None:
         self._append = append
         self._known = known
         self._facts = partial(facts, stream, name)
         self._stream = stream
-        self._nap = nap
         self._numbers = Numbers(name, next_number)
         self.name: Final = name
         """The session's name in the stream."""
+        self._asking = self._lock()
 
     def __repr__(self) -> str:
         known = self._numbers.next if self._numbers.is_known else None
         return f"{type(self).__name__}({self._stream!r}, {self.name!r}, next_number={known})"
 
-    def _steps(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Generator[Callable[[], Any], Any, Any]:
-        """Yield the calls that append a write, and resend it, and return its result."""
+    def _write(self, request: AppendRequest) -> Steps[Any]:
+        tables, rejected = yield self._columns(request)
+        if request.number is None and not self._numbers.is_known:
+            yield self.resume()
+        with request.naming(rejected, tables):
+            return request.result((yield from self._written(request, tables)), rejected)
+
+    def _written(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Steps[Any]:
+        """Append a write, and resend it; return its result."""
         attempts = Attempts(request.deadline_s)
         while True:
             try:
@@ -244,17 +254,17 @@ class NumberedWrites:
                     while True:
                         now = replace(request, deadline_s=attempts.left_s, number=given)
                         try:
-                            appended = yield partial(self._append, now, tables)
+                            appended = yield self._append(now, tables)
                         except SessionGap:
                             raise
                         except MillstreamError as error:
-                            yield partial(self._nap, attempts.nap_after(error, given))
+                            yield self._nap(attempts.nap_after(error, given))
                         else:
                             return appended
             except SessionGap as error:
                 # Numbers of lost writes are used first.
-                if request.number is not None or not self._numbers.fill((yield self._facts)):
-                    yield partial(self._nap, attempts.nap_after(error))
+                if request.number is not None or not self._numbers.fill((yield self._facts())):
+                    yield self._nap(attempts.nap_after(error))
 
 
 class Session(NumberedWrites):
@@ -267,17 +277,8 @@ class Session(NumberedWrites):
     Concurrency: any number of threads.
     """
 
-    def __init__(
-        self,
-        append: Callable[[AppendRequest, Mapping[str, pa.Table]], Any],
-        facts: Callable[[str, str], SessionFacts],
-        stream: str,
-        name: str,
-        next_number: int | None,
-        known: KnownTables = NOTHING_KNOWN,
-    ) -> None:
-        super().__init__(append, facts, stream, name, next_number, time.sleep, known)
-        self._asking = threading.Lock()
+    _nap = staticmethod(time.sleep)
+    _lock = staticmethod(threading.Lock)
 
     @property
     def next_number(self) -> int:
@@ -296,6 +297,7 @@ class Session(NumberedWrites):
                 self._numbers.begin(self._facts())
         return self._numbers.next
 
+    @blocking
     def append(
         self,
         table: str,
@@ -305,7 +307,7 @@ class Session(NumberedWrites):
         number: int | None = None,
         keep_valid_rows: bool = False,
         acks: str | None = None,
-    ) -> Appended:
+    ) -> Steps[Appended]:
         """Append as `append` of the home.
 
         If the outcome is unknown, or there is no room, the write is resent until the deadline.
@@ -329,11 +331,11 @@ class Session(NumberedWrites):
             MillstreamError: as `append` of the home. Nothing was appended, and the next write has this
                 number.
         """
-        appended: Appended = self._write(
+        return self._write(
             AppendRequest(self._stream, table, rows, deadline_s, self.name, number, None, keep_valid_rows, acks)
         )
-        return appended
 
+    @blocking
     def append_all(
         self,
         tables: Mapping[str, Rows],
@@ -342,19 +344,14 @@ class Session(NumberedWrites):
         number: int | None = None,
         keep_valid_rows: bool = False,
         acks: str | None = None,
-    ) -> AppendedTables:
+    ) -> Steps[AppendedTables]:
         """Append as `append_all` of the home: one write of the session. Arguments and errors as `append`."""
-        appended: AppendedTables = self._write(
+        return self._write(
             AppendRequest(self._stream, None, tables, deadline_s, self.name, number, None, keep_valid_rows, acks)
         )
-        return appended
 
-    def _write(self, request: AppendRequest) -> Any:
-        tables, rejected = request.columns(self._known)
-        if request.number is None and not self._numbers.is_known:
-            self.resume()
-        with request.naming(rejected, tables):
-            return request.result(run(self._steps(request, tables), lambda call: call()), rejected)
+    def _columns(self, request: AppendRequest) -> Any:
+        return request.columns(self._known)
 
 
 def still_unknown(error: AppendOutcomeUnknown | BufferOutcomeUnknown, number: int) -> AppendOutcomeUnknown:
