@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 from tests.app.homes import wait_for
+from tests.lake.landing import append_history
 
 from millstream.app.initialize import make_home
 from millstream.app.open_home import open_other
@@ -19,7 +20,6 @@ from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import fold_table
-from millstream.lake.history import append_history
 from millstream.lake.layout import has_current
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq

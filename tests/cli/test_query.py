@@ -22,6 +22,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from tests.cli.in_process import command
+from tests.lake.landing import append_history
 from tests.wal.plain_operations import plain_ops, plain_table
 
 import millstream
@@ -30,7 +31,6 @@ from millstream.errors import PositionError
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.positions import Seq

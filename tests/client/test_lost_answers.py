@@ -8,7 +8,7 @@ import pytest
 
 from millstream.client.consumers import Ask, call_of
 from millstream.client.http_requests import Call
-from millstream.client.http_retries import HttpAnswer, Lost, Nap, Exchange, asked
+from millstream.client.http_retries import Exchange, HttpAnswer, Lost, Nap, asked
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
 

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import make_home
+from tests.lake.landing import append_history
 from tests.wal.test_records_json import operation, ops, pg, row, schema
 
 from millstream.app.open_home import OpenHome
@@ -24,7 +25,6 @@ from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current import fold_table
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, has_current
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, ShardId, TableId

@@ -16,6 +16,7 @@ import pytest
 from deltalake import DeltaTable
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.lake.landing import append_history
 
 from millstream.crdt.accumulating import LogRuns
 from millstream.errors import InvalidValue
@@ -23,7 +24,6 @@ from millstream.export.net_changes import latest_rows, with_latest
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SourceId

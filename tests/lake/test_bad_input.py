@@ -13,11 +13,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from tests.lake.landing import append_history
 
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -12,6 +12,7 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.lake.landing import append_history
 from tests.lake.test_scd2 import at
 
 from millstream.errors import LakeError, LakeTableForeign, LakeUnavailable
@@ -19,7 +20,6 @@ from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.data_files import table_in
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import BESIDE, LakeLayout, View

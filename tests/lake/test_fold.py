@@ -16,6 +16,7 @@ import pytest
 from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lake.landing import append_history
 from tests.seeds import examples
 
 from millstream.lake.column_conversion import EXACT, lake_columns, to_lake
@@ -23,7 +24,6 @@ from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.current_fold import fold_records
 from millstream.lake.folded.rewrite import surviving
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId

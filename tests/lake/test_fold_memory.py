@@ -9,11 +9,12 @@ from datetime import UTC, datetime
 
 import pyarrow as pa
 import pytest
+from tests.lake.landing import append_history
 
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import Fold, FoldSizes, begin_fold, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history, open_history
+from millstream.lake.history import open_history
 from millstream.lake.history_scan import Held
 from millstream.lake.layout import LakeLayout
 from millstream.lake.table_format import open_table

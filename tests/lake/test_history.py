@@ -20,13 +20,14 @@ from uuid import UUID
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from tests.lake.landing import append_history
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable, PositionError
 from millstream.lake import history, schema_history
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history, commit_records, open_history, write_records
+from millstream.lake.history import commit_records, open_history, write_records
 from millstream.lake.history_scan import fold_step
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
@@ -329,9 +330,9 @@ WRITER = """
 import pickle, sys
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
-from millstream.lake.history import append_history
+from millstream.lake.history import commit_records, write_records
 layout, schema, batch, n = pickle.load(sys.stdin.buffer)
-append_history(layout, schema, [batch], n)
+commit_records(layout, [write_records(layout, schema, [batch], n)], n)
 fold_table(layout, schema, n)
 """
 
@@ -381,7 +382,7 @@ def test_a_disk_that_takes_no_more_is_an_error_to_be_tried_again(
     batch = records(orders, ("c", 2, {"id": 2, "note": "a text that is longer than the disk has room for" * 50}))
     work = pickle.dumps((layout, orders, batch, Seq(2)))
     code = FULL_DISK + WRITER.replace(
-        "append_history(l", "from millstream.errors import MillstreamError\ntry:\n    append_history(l"
+        "commit_records(l", "from millstream.errors import MillstreamError\ntry:\n    commit_records(l"
     )
     code = code.replace("fold_table(l", "    fold_table(l") + TOLD
     ended = subprocess.run([sys.executable, "-c", code], input=work, timeout=600, check=True, capture_output=True)

@@ -11,11 +11,11 @@ from uuid import UUID
 
 import pyarrow as pa
 import pytest
+from tests.lake.landing import append_history
 from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.errors import LakeUnavailable, UsageError
 from millstream.lake.data_files import local_folder
-from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout

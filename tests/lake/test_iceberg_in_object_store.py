@@ -13,13 +13,13 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
+from tests.lake.landing import append_history
 from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.errors import LakeError, LakeUnavailable, PositionError
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.data_files import TableFiles, probe_storage, storage_of
 from millstream.lake.folded.current import fold_table
-from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, View

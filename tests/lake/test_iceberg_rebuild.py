@@ -19,6 +19,7 @@ from uuid import UUID, uuid4
 import pyarrow as pa
 import pytest
 from pyiceberg.table import Table
+from tests.lake.landing import append_history
 from tests.lake.test_scd2 import at
 
 from millstream.errors import LakeError, LakeTableForeign, LakeUnavailable
@@ -26,7 +27,6 @@ from millstream.lake import rebuild as rebuilding
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, View

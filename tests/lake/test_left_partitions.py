@@ -19,6 +19,7 @@ import pytest
 from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lake.landing import append_history
 from tests.lake.test_fold import SCHEMAS, TEXTS, Row, Source, bounds, canonical, texts_in
 from tests.lake.test_log_tail import MemoryLog
 from tests.lake.test_scd2 import MIDNIGHT, Store, Told, Watched, at, columns_of, version_of
@@ -34,7 +35,6 @@ from millstream.lake.folded.left_partitions import partitions_of, without_left
 from millstream.lake.folded.rewrite import in_their_partitions, surviving
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
-from millstream.lake.history import append_history
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import MaintenanceRules, maintain_table

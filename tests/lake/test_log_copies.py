@@ -19,13 +19,14 @@ from uuid import UUID
 import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
+from tests.lake.landing import append_history
 from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import Cut, commit_cut, last_cut
 from millstream.lake.data_files import remove_folder
 from millstream.lake.delta.commits import DeltaHandle
-from millstream.lake.history import WrittenRecords, append_history, commit_records, write_records
+from millstream.lake.history import WrittenRecords, commit_records, write_records
 from millstream.lake.layout import LakeLayout
 from millstream.lake.log_copies import log_copy
 from millstream.lake.log_copies import store_client as clients

@@ -12,13 +12,14 @@ import duckdb
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from tests.lake.landing import append_history
 
 from millstream.errors import LakeError
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.data_files import table_in
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history, open_history
+from millstream.lake.history import open_history
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout, TableCommit

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
+from tests.lake.landing import append_history
 
 from millstream.errors import LakeConflict
 from millstream.lake.commit_cuts import commit_cut, first_cut
@@ -21,7 +22,6 @@ from millstream.lake.delta.commits import DeltaHandle
 from millstream.lake.file_statistics import bound_of
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId

@@ -18,11 +18,11 @@ import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lake.landing import append_history
 
 from millstream.errors import InvalidQuery, LakeTableForeign, LakeUnavailable, PositionError, TokenFromFuture
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import maintain_table
 from millstream.lake.query.query_session import LakeSession

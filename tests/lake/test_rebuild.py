@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from tests.lake.landing import append_history
 from tests.lake.test_scd2 import at
 from tests.lake.test_versions import seconds
 
@@ -25,7 +26,6 @@ from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.rebuild import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history

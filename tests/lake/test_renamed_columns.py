@@ -21,6 +21,7 @@ from uuid import UUID
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from tests.lake.landing import append_history
 from tests.seeds import Seeds
 
 from millstream import failpoints
@@ -29,7 +30,7 @@ from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, current_columns, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
 from millstream.lake.folded.version_columns import version_columns
-from millstream.lake.history import append_history, open_history
+from millstream.lake.history import open_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, TableCommit

@@ -14,10 +14,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from tests.lake.landing import append_history
 
 from millstream.errors import LakeError, PositionError, TokenFromFuture, UnknownTable, UsageError
 from millstream.lake.commit_cuts import Cut, commit_cut, last_cut
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.rebuild import restart_history
 from millstream.lake.replay import replay_path, replay_range

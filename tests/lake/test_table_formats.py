@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
+from tests.lake.landing import append_history
 
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
@@ -30,7 +31,7 @@ from millstream.lake.commit_cuts import CUT_BOUNDS, commit_cut, last_cut
 from millstream.lake.data_files import TableFiles, probe_storage
 from millstream.lake.folded.current import begin_fold, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
-from millstream.lake.history import append_history, commit_records, open_history, write_records
+from millstream.lake.history import commit_records, open_history, write_records
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.files import address_of
 from millstream.lake.iceberg.names import identifier_of, table_name

@@ -24,6 +24,7 @@ import pytest
 from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.lake.landing import append_history
 from tests.lake.test_fold import texts_in
 from tests.lake.test_scd2 import CUTS, MIDNIGHT, STORIES, Told, at, schemas, told_by, version_of
 
@@ -32,7 +33,6 @@ from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
-from millstream.lake.history import append_history
 from millstream.lake.history_folder import history_from_property
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout

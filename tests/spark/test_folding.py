@@ -11,13 +11,13 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 from pyspark import SparkContext
+from tests.lake.landing import append_history
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.history import append_history
 from millstream.lake.layout import TableCommit
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -17,13 +17,13 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from tests.lake.landing import append_history
 from tests.spark.test_other_readers import DELTA, JARS
 
 from millstream.errors import LakeError
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.scd2 import fold_into_versions
-from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import make_way

@@ -75,32 +75,6 @@ class WrittenRecords:
         return max((last for _, _, last in self.runs), default=Seq(0))
 
 
-def append_history(
-    layout: LakeLayout,
-    schema: TableSchema,
-    batches: Sequence[pa.RecordBatch],
-    n: Seq,
-    *,
-    places: Places | None = None,
-) -> TableCommit:
-    """Append one table's records up to `n` to its history, exactly once, in one commit.
-
-    A process that writes and one that commits share the work: `write_records`, then `commit_records`. Here one
-    process does both.
-
-    Args:
-        schema: of the last of the records.
-        batches: in `record_schema`, possibly of several versions (each batch's metadata holds its own), none above `n`.
-        n: the cut that these records end at.
-        places: of the last cut, if the caller has them; otherwise they are read.
-
-    Raises:
-        as `write_records` and `commit_records`.
-    """
-    places = _places(layout, schema, places)
-    return commit_records(layout, [write_records(layout, schema, batches, n, places=places)], n, places=places)
-
-
 def write_records(
     layout: LakeLayout,
     schema: TableSchema,
@@ -109,9 +83,15 @@ def write_records(
     *,
     places: Places | None = None,
 ) -> WrittenRecords:
-    """Write one table's records as files of its history; nothing of the table changes. Arguments as of `append_history`.
+    """Write one table's records up to `n` as files of its history; nothing of the table changes.
 
     Records at or below the table's position are left out. So earlier batch bounds and a second call are harmless.
+
+    Args:
+        schema: of the last of the records.
+        batches: in `record_schema`, possibly of several versions (each batch's metadata holds its own), none above `n`.
+        n: the cut that these records end at.
+        places: of the last cut, if the caller has them; otherwise they are read.
 
     Raises:
         LakeError (`lake_schema_conflict`): a column can't follow its change.
@@ -248,12 +228,12 @@ def tailed_history(
     rivals: Sequence[pa.RecordBatch],
     scratch: str,
 ) -> OpenTable:
-    """Return a table's history as `append_history` would leave it, for a query: nothing is written to the lake.
+    """Return a table's history as these records would leave it, for a query: nothing is written to the lake.
 
     A renamed table's records are read from the folder that they still lie in.
 
     Args:
-        schema: as of `append_history`, as is all else.
+        schema: as of `write_records`, as is all else.
         batches: the records; those that the history has by now are left out.
         places: of the last cut.
         rivals: the records of other tables that land in the same folder first: the name may have gone to and fro.
