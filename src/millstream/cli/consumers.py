@@ -6,7 +6,7 @@ import contextlib
 import csv
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -137,37 +137,26 @@ def ls(invocation: Invocation, stream: str | None, as_json: bool) -> None:
         print_table(titles, [_row(one) for one in found], right=titles[3:])
 
 
-@consumer.command("show")
-@click.argument("name")
-@stream_option
-@json_option
-@pass_invocation
-def show(invocation: Invocation, name: str, stream: str | None, as_json: bool) -> None:
-    """Show a consumer's definition and progress."""
-    with _consumers(invocation, stream) as consumers:
-        _print(consumers.get(name), as_json=as_json)
+def _steering(command: str, text: str, call: Callable[[Consumers, str], dict[str, Any]]) -> None:
+    """Add a command that makes a call for a consumer, and prints the consumer as it is then."""
+
+    @consumer.command(command, help=text)
+    @click.argument("name")
+    @stream_option
+    @json_option
+    @pass_invocation
+    def steer(invocation: Invocation, name: str, stream: str | None, as_json: bool) -> None:
+        with _consumers(invocation, stream) as consumers:
+            _print(call(consumers, name), as_json=as_json)
 
 
-@consumer.command("pause")
-@click.argument("name")
-@stream_option
-@json_option
-@pass_invocation
-def pause(invocation: Invocation, name: str, stream: str | None, as_json: bool) -> None:
-    """Deliver nothing until `resume`. Acknowledgements still count."""
-    with _consumers(invocation, stream) as consumers:
-        _print(consumers.pause(name), as_json=as_json)
-
-
-@consumer.command("resume")
-@click.argument("name")
-@stream_option
-@json_option
-@pass_invocation
-def resume(invocation: Invocation, name: str, stream: str | None, as_json: bool) -> None:
-    """Deliver again."""
-    with _consumers(invocation, stream) as consumers:
-        _print(consumers.resume(name), as_json=as_json)
+_steering("show", "Show a consumer's definition and progress.", lambda consumers, name: consumers.get(name))
+_steering(
+    "pause",
+    "Deliver nothing until `resume`. Acknowledgements still count.",
+    lambda consumers, name: consumers.pause(name),
+)
+_steering("resume", "Deliver again.", lambda consumers, name: consumers.resume(name))
 
 
 @consumer.command("rewind")
@@ -292,34 +281,25 @@ def dead_ls(invocation: Invocation, name: str, stream: str | None, as_json: bool
         print_table(["id", "deliveries", "died", "error"], rows, right=["deliveries"])
 
 
-@dead.command("retry")
-@click.argument("name")
-@click.argument("ids", nargs=-1)
-@click.option("--all", "is_all", is_flag=True, help="All of them.")
-@stream_option
-@json_option
-@pass_invocation
-def dead_retry(
-    invocation: Invocation, name: str, ids: tuple[str, ...], is_all: bool, stream: str | None, as_json: bool
-) -> None:
-    """Deliver dead messages again."""
-    with _consumers(invocation, stream) as consumers:
-        _print_results(consumers.retry(name, _named(ids, is_all=is_all))["results"], as_json=as_json)
+def _of_letters(command: str, text: str, call: Callable[[Consumers, str, Sequence[str] | str], dict[str, Any]]) -> None:
+    """Add a command that makes a call for dead letters, and prints what became of each."""
+
+    @dead.command(command, help=text)
+    @click.argument("name")
+    @click.argument("ids", nargs=-1)
+    @click.option("--all", "is_all", is_flag=True, help="All of them.")
+    @stream_option
+    @json_option
+    @pass_invocation
+    def settle(
+        invocation: Invocation, name: str, ids: tuple[str, ...], is_all: bool, stream: str | None, as_json: bool
+    ) -> None:
+        with _consumers(invocation, stream) as consumers:
+            _print_results(call(consumers, name, _named(ids, is_all=is_all))["results"], as_json=as_json)
 
 
-@dead.command("drop")
-@click.argument("name")
-@click.argument("ids", nargs=-1)
-@click.option("--all", "is_all", is_flag=True, help="All of them.")
-@stream_option
-@json_option
-@pass_invocation
-def dead_drop(
-    invocation: Invocation, name: str, ids: tuple[str, ...], is_all: bool, stream: str | None, as_json: bool
-) -> None:
-    """Forget dead messages."""
-    with _consumers(invocation, stream) as consumers:
-        _print_results(consumers.drop(name, _named(ids, is_all=is_all))["results"], as_json=as_json)
+_of_letters("retry", "Deliver dead messages again.", lambda consumers, name, ids: consumers.retry(name, ids))
+_of_letters("drop", "Forget dead messages.", lambda consumers, name, ids: consumers.drop(name, ids))
 
 
 @contextlib.contextmanager
