@@ -208,8 +208,11 @@ def spark_options(tmp_path_factory: pytest.TempPathFactory) -> SparkOptions:
 @pytest.fixture(scope="session")
 def spark(spark_options: SparkOptions) -> Iterator[SparkSession]:
     """One Spark session for all tests of a process: a start takes seconds of time, and ten of a core."""
-    from millstream.spark.session import open_session, stop_session
+    from pyspark.sql import SparkSession
 
-    session = open_session(spark_options)
+    from millstream.spark.session import open_context
+
+    open_context(spark_options)
+    session = SparkSession.builder.getOrCreate()
     yield session
-    stop_session(session)
+    session.stop()

@@ -33,9 +33,10 @@ JARS = {
 READ = """
 import json, sys
 from pathlib import Path
-from millstream.spark.session import SparkOptions, open_session, stop_session
+from pyspark.sql import SparkSession
+from millstream.spark.session import SparkOptions, open_context
 work, jars, *paths = sys.argv[1:]
-spark = open_session(SparkOptions(Path(work), master="local[1]", conf={
+open_context(SparkOptions(Path(work), master="local[1]", conf={
     "spark.jars": jars,
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
@@ -43,13 +44,14 @@ spark = open_session(SparkOptions(Path(work), master="local[1]", conf={
     "spark.databricks.delta.snapshotPartitions": "1",
     "spark.sql.shuffle.partitions": "1",
 }))
+spark = SparkSession.builder.getOrCreate()
 found = []
 for path in paths:
     rows = spark.read.format("delta").load(path)
     said = spark.sql(f"DESCRIBE DETAIL delta.`{path}`").collect()[0].description
     found.append([said, sorted(str(row) for row in rows.selectExpr("id", "total", "note", "unix_micros(at) at").toLocalIterator())])
 print(json.dumps(found))
-stop_session(spark)
+spark.stop()
 """
 
 

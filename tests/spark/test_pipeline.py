@@ -356,8 +356,10 @@ def test_a_table_that_cannot_be_written_is_told_of_while_it_is_tried_again(
 JVM_ENDS = """
 import sys
 from pathlib import Path
-from millstream.spark.session import SparkOptions, open_session, stop_session
-spark = open_session(SparkOptions(Path(sys.argv[1]), master="local[1]"))
+from pyspark.sql import SparkSession
+from millstream.spark.session import SparkOptions, open_context
+open_context(SparkOptions(Path(sys.argv[1]), master="local[1]"))
+spark = SparkSession.builder.getOrCreate()
 context = spark.sparkContext
 context.parallelize([1]).map(lambda n: n).collect()
 process = context._gateway.proc
@@ -367,7 +369,7 @@ try:
     spark.range(5).count()
 except Exception as error:
     print(type(error).__name__)
-stop_session(spark)
+spark.stop()
 """
 
 

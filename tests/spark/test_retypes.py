@@ -58,15 +58,17 @@ KINDS: dict[str, tuple[pa.DataType, Any]] = {
 READ = """
 import json, sys
 from pathlib import Path
-from millstream.spark.session import SparkOptions, open_session, stop_session
+from pyspark.sql import SparkSession
+from millstream.spark.session import SparkOptions, open_context
 work, jars, paths = sys.argv[1:]
-spark = open_session(SparkOptions(Path(work), master="local[1]", conf={
+open_context(SparkOptions(Path(work), master="local[1]", conf={
     "spark.jars": jars,
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     "spark.databricks.delta.snapshotPartitions": "1",
     "spark.sql.shuffle.partitions": "1",
 }))
+spark = SparkSession.builder.getOrCreate()
 found = {}
 for path in json.loads(Path(paths).read_text()):
     try:
@@ -74,7 +76,7 @@ for path in json.loads(Path(paths).read_text()):
     except Exception as error:
         found[path] = str(error)[:500]
 print(json.dumps(found))
-stop_session(spark)
+spark.stop()
 """
 
 

@@ -16,9 +16,11 @@ from millstream.spark.session import SparkOptions
 START = """
 import json, sys
 from pathlib import Path
-from millstream.spark.session import SparkOptions, open_session, stop_session
+from pyspark.sql import SparkSession
+from millstream.spark.session import SparkOptions, open_context
 conf = json.loads(sys.argv[2])
-spark = open_session(SparkOptions(Path(sys.argv[1]), master="local[1]", conf=conf))
+open_context(SparkOptions(Path(sys.argv[1]), master="local[1]", conf=conf))
+spark = SparkSession.builder.getOrCreate()
 words = []
 for file in Path("/proc").glob("[0-9]*/cmdline"):
     try:
@@ -28,7 +30,7 @@ for file in Path("/proc").glob("[0-9]*/cmdline"):
 java = [line for line in words if sys.argv[1] in line and "java" in line]
 hadoop = spark.sparkContext._jsc.hadoopConfiguration()
 print(json.dumps([java, {key: spark.sparkContext.getConf().get(key) for key in conf}, hadoop.get("fs.s3a.secret.key")]))
-stop_session(spark)
+spark.stop()
 """
 
 

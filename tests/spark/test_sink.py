@@ -355,8 +355,10 @@ DRIVER = """
 import sys
 from pathlib import Path
 from tests.spark.test_sink import stream_of
-from millstream.spark.session import SparkOptions, open_session
-spark = open_session(SparkOptions(Path(sys.argv[1])))
+from pyspark.sql import SparkSession
+from millstream.spark.session import SparkOptions, open_context
+open_context(SparkOptions(Path(sys.argv[1])))
+spark = SparkSession.builder.getOrCreate()
 stream_of(spark, Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[5]), path=sys.argv[4])
 print("done", flush=True)
 """

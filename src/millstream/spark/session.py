@@ -24,7 +24,6 @@ from py4j.protocol import Py4JError
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
 from pyspark.java_gateway import launch_gateway
-from pyspark.sql import SparkSession
 
 from millstream.errors import EngineError
 from millstream.model.addresses import is_secret_key, mask_option
@@ -65,12 +64,6 @@ class SparkOptions:
     app_name: str = "millstream"
     master: str = "local[*]"
     conf: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-
-def open_session(options: SparkOptions) -> SparkSession:
-    """Return the process's session; start Spark if it isn't running. Raises and concurrency as of `open_context`."""
-    open_context(options)
-    return SparkSession.builder.getOrCreate()
 
 
 def open_context(options: SparkOptions) -> SparkContext:
@@ -114,12 +107,6 @@ def open_context(options: SparkOptions) -> SparkContext:
             hint=f"Read {work_dir / 'spark.out'} and spark.log next to it.",
             master=options.master,
         ) from error
-
-
-def stop_session(spark: SparkSession) -> None:
-    """Stop the process's session, even if its JVM is already gone."""
-    with contextlib.suppress(PySparkException, Py4JError, OSError):
-        spark.stop()
 
 
 @contextlib.contextmanager
