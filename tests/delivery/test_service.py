@@ -15,6 +15,7 @@ from tests.delivery.test_store import FailingDisk
 
 from millstream.app.open_home import OpenHome
 from millstream.catalog import TableState
+from millstream.delivery import running_consumer
 from millstream.delivery.service import StreamConsumers
 from millstream.errors import CatalogError, CursorExpired, DeliveryError, DiskFull, MillstreamError
 from millstream.home.home import Home
@@ -24,7 +25,7 @@ from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.wal.files import RealFile
-from millstream.writers.home_consumers import ConsumerHolders, surroundings
+from millstream.writers.home_consumers import ConsumerHolders, HomeConsumers, surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
 
@@ -86,7 +87,7 @@ def test_a_consumer_that_was_cut_off_says_so_until_it_is_rewound(home: Home, ope
     assert consumers.rewind("slow", "earliest")["state"] == "active"
     with opened.consume("web", "slow", wait_s=10) as messages:
         assert next(messages).id == message.id
-    assert holders(home) == {"consumer:slow": 1}
+        assert holders(home) == {"consumer:slow": 1}  # it moves seconds after the acknowledgement
 
 
 def test_a_page_of_dead_letters_is_bounded_in_bytes(opened: OpenHome) -> None:
@@ -263,3 +264,34 @@ def test_a_rewind_that_cannot_hold_the_log_leaves_the_hold_as_it_was(
         with pytest.raises(CatalogError, match="busy"):
             consumers.rewind("slow", "latest")
     assert holders(home) == {"consumer:slow": 1}
+
+
+def test_records_behind_a_message_in_flight_cost_bounded_memory(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table without a key is one group: with one message in flight, 100,000 records of any size were in memory."""
+    monkeypatch.setattr(running_consumer, "WAITING_BYTES_MAX", 30_000)
+    rows = [{"n": n, "body": str(n) * 500} for n in range(600)]
+    with OpenHome(home) as opened:
+        for first in range(0, len(rows), 10):
+            opened.append("web", "events", rows[first : first + 10])
+        opened.append("web", "orders", {"id": 1})
+        opened.consumers("web").create("slow", start="earliest", max_deliver=1)
+        with opened.consume("web", "slow", batch_size=1, wait_s=10) as messages:
+            assert next(messages).record["row"] == rows[0]
+            with opened.consume("web", "slow", batch_size=1, wait_s=10) as others:
+                assert next(others).record["row"] == {"id": 1}
+            consumers = cast("HomeConsumers", opened._consumers)._owner()
+            assert consumers is not None
+            pending = consumers.of("web")._running["slow"].machine._pending
+            kept = [entry.message for entry in pending.entries.values() if entry.message.origin is not None]
+            assert len(pending.entries) == len(rows)
+            assert sum(message.size for message in kept) == pending.records_bytes < 600_000
+        seen = []
+        with opened.consume("web", "slow", batch_size=50, wait_s=1) as messages:
+            for message in messages:
+                seen.append(message.record["row"])
+                if message.record["row"]["n"] == 500:
+                    message.nack()
+        assert seen == rows[1:]
+    with OpenHome(home) as opened:
+        (letter,) = opened.consumers("web").dead("slow")["dead"]
+        assert letter["record"]["row"] == rows[500]

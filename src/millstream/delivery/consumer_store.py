@@ -32,7 +32,7 @@ from millstream.delivery.records.record_reader import Earlier
 from millstream.delivery.state_log import MARK_AT, Contents, Entry, frame, log_of, mark, parse
 from millstream.errors import DeliveryError, WriterClosed
 from millstream.private_files import make_folder, replace_file
-from millstream.protocol.delivery import Change, Died, Dropped, Rewound, State, decode, encode
+from millstream.protocol.delivery import Change, Died, Dropped, Message, Rewound, State, decode, encode
 from millstream.wal.files import RealFile, RealFiles, as_told, check_is_at
 
 logger = structlog.get_logger("millstream.delivery")
@@ -363,9 +363,10 @@ def _unreadable(path: Path, why: str) -> DeliveryError:
 
 def died_letters(changes: Iterable[Change]) -> dict[str, Letter]:
     """Return the records of the messages that died, by id."""
-    found: dict[str, Letter] = {}
-    for change in changes:
-        if isinstance(change, Died) and change.letter.message.origin is not None:
-            origin = change.letter.message.origin
-            found[change.letter.message.id] = [origin.group, record_of(origin)]
-    return found
+    return letters_of(change.letter.message for change in changes if isinstance(change, Died))
+
+
+def letters_of(messages: Iterable[Message]) -> dict[str, Letter]:
+    """Return messages' groups and records, by id, as far as the messages have them."""
+    origins = {message.id: message.origin for message in messages if message.origin is not None}
+    return {id_: [origin.group, record_of(origin)] for id_, origin in origins.items()}

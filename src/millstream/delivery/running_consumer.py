@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,7 +15,8 @@ import msgspec
 
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.backfill.backfill_control import Backfilling, Notes
-from millstream.delivery.consumer_store import Letter, Stored, died_letters
+from millstream.delivery.consumer_store import Letter, Stored, died_letters, letters_of
+from millstream.delivery.records.dropped_records import read_again
 from millstream.delivery.records.record_messages import KnownRow, Origin, merged, record_of
 from millstream.delivery.records.record_reader import ConsumerReader, Emptied, Key
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
@@ -48,7 +49,7 @@ _PUSHED_WAIT_MS: Final = 4 * 3_600_000
 WAITING_MAX: Final = 100_000
 """Number of waiting messages in memory."""
 WAITING_BYTES_MAX: Final = 64 << 20
-"""Their bytes, for a consumer of kind `latest`, which reads far ahead."""
+"""Their bytes; of kind `changes` those of their records, which are read again above it."""
 
 
 class Waiter:
@@ -118,6 +119,7 @@ class Running:
         """Whether the consumer isn't in `millstream.toml` any longer, and is paused therefore."""
         self.refusal: MillstreamError | None = None
         """The reason why the consumer can't be as `millstream.toml` has it."""
+        self._stream = stream
         self._stream_id = stream_id
         self._note = note
         self._quarantined = quarantined
@@ -135,6 +137,7 @@ class Running:
             max_ack_pending=self.definition.max_ack_pending,
             waiting_max=WAITING_MAX,
             waiting_bytes_max=WAITING_BYTES_MAX,
+            records_bytes_max=None if self.definition.kind is Kind.LATEST else WAITING_BYTES_MAX,
         )
         run = max(stored.state.run + 1, now_ms())
         self.machine: Final = (
@@ -161,10 +164,12 @@ class Running:
             self.backfills.save()
 
     def _save_own(self) -> None:
+        died = [self.machine.dead[id_].message for id_ in self.machine.dead.keys() - self._letters.keys()]
+        known = self._read_again(died).values()  # before the changes are taken: a failure leaves them where they are
         changes = self.machine.take_changes()
         if not changes:
             return
-        letters = died_letters(changes)
+        letters = letters_of(known) | died_letters(changes)
         self._letters.update(letters)
         kept = self.machine.dead.keys() | self.machine.retried.keys()
         if len(self._letters) > len(kept):
@@ -209,26 +214,35 @@ class Running:
         self.expire()
         if self.backfills.is_running:
             machine = self.delivering
-            rows = self.backfills.receive(now_ms(), count)
-            self._keep(machine, rows)
+            rows = self._kept(machine, self.backfills.receive(now_ms(), count))
             return rows, not rows and not self.backfills.is_running
         self._hold_quarantined()
         is_more = self._read(count)
-        answer = machine.receive(now_ms(), count)
-        self._keep(machine, answer)
+        answer = self._kept(machine, machine.receive(now_ms(), count))
         self.check_kept()
         self._time(answer)
         return answer, is_more
 
-    def _keep(self, machine: Consumer, answer: Sequence[Delivery]) -> None:
-        """Save what a machine delivered. If that fails, the messages return at once: the caller doesn't get them."""
+    def _kept(self, machine: Consumer, answer: list[Delivery]) -> list[Delivery]:
+        """Save what a machine delivered, and return it. If that fails, the messages return at once: nothing is delivered."""
         try:
+            again = self._read_again(delivery.message for delivery in answer)
             self.save()
+            if again:
+                answer = [each._replace(message=again.get(each.message.position, each.message)) for each in answer]
+            return answer
         except MillstreamError:
             machine.give_back([delivery.delivery_id for delivery in answer])
             with suppress(MillstreamError):  # the store writes its log again, whole
                 self.save()
             raise
+
+    def _read_again(self, messages: Iterable[Message]) -> dict[int, Message]:
+        """Return those of some messages whose records the machine dropped, with them, by position."""
+        dropped = {each.position: each for each in messages if each.origin is None and each.id not in self._letters}
+        if not dropped:
+            return {}
+        return read_again(dropped, ConsumerReader(self._stream, self.reader, self.definition, self._stored.earlier))
 
     def begin_pushing(self) -> None:
         """Return the messages that an earlier pusher had: this process alone delivers to the sink."""

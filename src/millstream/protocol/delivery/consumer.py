@@ -144,7 +144,13 @@ class Consumer(Lettered):
         if not self.is_restored:  # however many wait: nothing is delivered before
             return True
         has_room = self.unsettled < self.limits.waiting_max and self.in_flight < self.limits.max_ack_pending
-        return has_room and self._pending.free + self._runs.free < count
+        free = self._pending.free + self._runs.free
+        return has_room and free < (1 if self._has_many_bytes else count)
+
+    @property
+    def _has_many_bytes(self) -> bool:
+        size, size_max = self._pending.records_bytes + self._runs.waiting_bytes, self.limits.records_bytes_max
+        return size_max is not None and size > size_max
 
     def offer(self, messages: Iterable[Message], upto: int) -> None:
         """Take the log's next messages, in the order of their positions. Those offered before are ignored.
@@ -162,7 +168,7 @@ class Consumer(Lettered):
                 if message.position > last:
                     self._last = last = message.position
                     if last > known_upto and not self._replaces:
-                        self._append(message)
+                        self._pending.bound_records(self._append(message), self.limits.records_bytes_max)
                     else:
                         self._offer(message)
         self._read_upto = max(upto, self._read_upto)
@@ -173,7 +179,7 @@ class Consumer(Lettered):
         """Take messages as a run, if none of them needs an entry; return whether they are one."""
         pending = self._pending
         is_new = messages[0].position > max(self._last, self._unread.upto)
-        is_plain = is_new and not (self._replaces or pending.barriers or pending.held)
+        is_plain = is_new and not (self._replaces or pending.barriers or pending.held or self._has_many_bytes)
         return is_plain and self._runs.offer(messages, pending.groups)
 
     def _open(self) -> None:
@@ -197,7 +203,9 @@ class Consumer(Lettered):
     def _offer(self, message: Message) -> None:
         """Take a message that the state may know."""
         if not self._unread.is_settled(message.position):
-            self._restore(self._append(message), self._unread.take(message.position))
+            entry = self._append(message)
+            self._restore(entry, self._unread.take(message.position))
+            self._pending.bound_records(entry, self.limits.records_bytes_max)
 
     def _restore(self, entry: Entry, fact: Fact | None) -> None:
         """Give a message the deliveries that it had before a restart."""

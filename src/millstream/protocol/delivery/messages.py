@@ -64,6 +64,10 @@ class Limits:
     """Number of waiting messages from which the machine wants no more, since it holds each in memory."""
     waiting_bytes_max: int = 64 << 20
     """The same in bytes of memory, for kind `latest`."""
+    records_bytes_max: int | None = None
+    """For kind `changes`: a bound in bytes of the records that messages refer to. Above it, the machine wants no more than
+    one deliverable message, and drops the `origin` of messages that wait behind others. The caller reads those records
+    again for an answer or a dead letter."""
 
 
 class Message(NamedTuple):
@@ -87,7 +91,7 @@ class Message(NamedTuple):
     size: int
     """Size of its record in bytes, for the limit of an answer."""
     origin: Any = None
-    """The caller's own reference, such as the record. It isn't part of the durable state."""
+    """The caller's own reference, such as the record; None if it was dropped, see `Limits`. It isn't part of the durable state."""
     truncates: bool = False
     """Whether it is a `t` or an `x`: a consumer of kind `latest` drops the waiting messages that it takes; see `takes`."""
     leaf: int | None = None

@@ -25,6 +25,8 @@ class Pending:
         """Answers with messages in flight, by run and number."""
         self.in_flight = 0
         """Number of messages in flight."""
+        self.records_bytes = 0
+        """Size of the records that messages refer to."""
         self.free = 0
         """Number of messages that can be delivered."""
         self.groups: dict[str, Group] = {}
@@ -41,8 +43,7 @@ class Pending:
 
     def add(self, message: Message) -> Entry:
         """Add a message that is later than all others."""
-        entry = Entry(message)
-        self.entries[entry.position] = entry
+        entry = self._entry(message)
         if message.table is None:
             self._release(entry, None)
             return entry
@@ -64,8 +65,7 @@ class Pending:
         """Add a message that was dead: in its groups before the waiting messages that are later."""
         if message.table is None or message.table not in self._tables:
             return self.add(message)
-        entry = Entry(message)
-        self.entries[entry.position] = entry
+        entry = self._entry(message)
         table = self._tables[message.table]
         behind = table.barriers[0][0] if table.barriers else None
         is_behind = behind is not None and (behind.state is _IN_FLIGHT or behind.position < entry.position)
@@ -171,6 +171,7 @@ class Pending:
         """Put a newer message of the same group in the place of a waiting one."""
         self._dequeue(entry)
         del self.entries[entry.position]
+        self.records_bytes += _referred(message) - _referred(entry.message)
         entry.message, entry.position = message, message.position
         self.entries[entry.position] = entry
         self._check(entry)
@@ -185,6 +186,7 @@ class Pending:
                 group.remove(entry)
         entry.state = _GONE
         del self.entries[entry.position]
+        self.records_bytes -= _referred(entry.message)
         for group in entry.groups:
             if group.is_empty:
                 del self.groups[group.name]
@@ -201,6 +203,13 @@ class Pending:
                 self._check(table.barriers[0][0])
             elif not table.live:
                 del self._tables[number]
+
+    def bound_records(self, entry: Entry, size_max: int | None) -> None:
+        """Forget the reference to the record of a message that waits behind others, if records have too many bytes."""
+        is_behind = entry.state is _WAITING and not entry.is_queued
+        if size_max is not None and is_behind and self.records_bytes > size_max:
+            self.records_bytes -= _referred(entry.message)
+            entry.message = entry.message._replace(origin=None)
 
     def hold(self, tables: frozenset[int]) -> None:
         """Hold the messages of these tables, and of no others."""
@@ -221,6 +230,11 @@ class Pending:
             yield from answer.flying.values()
 
     # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _entry(self, message: Message) -> Entry:
+        entry = self.entries[message.position] = Entry(message)
+        self.records_bytes += _referred(message)
+        return entry
 
     def _release(self, entry: Entry, table: Table | None) -> None:
         """Let a message into its groups: no barrier holds it."""
@@ -317,6 +331,10 @@ class Pending:
             del group.flying[position]
             if not group.flying:
                 group.owner = None
+
+
+def _referred(message: Message) -> int:
+    return 0 if message.origin is None else message.size
 
 
 def _position(entry: Entry) -> int:

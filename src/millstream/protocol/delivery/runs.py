@@ -96,6 +96,11 @@ class Runs:
             return flight.messages[flight.done]
         return self.waiting[0].messages[0] if self.waiting else None
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Size of the records of the messages that aren't delivered."""
+        return sum([waiting.size for waiting in self.waiting])
+
     def offer(self, messages: list[Message], others: Mapping[str, object]) -> bool:
         """Take messages that are later than all others, unless one of them has to have an entry; return whether they are taken.
 
