@@ -23,7 +23,7 @@ from millstream.protocol.retention import (
     Retention,
     RetentionBounds,
     SealedSegment,
-    TableBatch,
+    SegmentTable,
 )
 
 SECOND = 10**9
@@ -67,7 +67,7 @@ class RetentionAgainstOracle(RuleBasedStateMachine):
     def seal(self, shard: int, batches: list[tuple[int, str | None, int]], size: int) -> None:
         told = []
         for table, partition, count in batches:
-            told.append(TableBatch(TableId(table), Seq(self.next), Seq(self.next + count - 1), partition))
+            told.append(SegmentTable(TableId(table), Seq(self.next), Seq(self.next + count - 1), partition))
             self.next += count
         self.next += 1  # a number that was reserved and never used, or that belongs to another shard
         segment = SealedSegment(
@@ -216,13 +216,13 @@ def test_a_batch_has_landed_when_every_number_of_it_was_told_in_whatever_pieces(
         machine.landed("lake", Seq(start), Seq(start + count - 1), table=of, partition=part)
         if whose is None or (whose == table and part in {None, partition}):
             told |= set(range(start, start + count))
-    batch = TableBatch(TableId(table), Seq(first), Seq(first + length - 1), partition)
+    batch = SegmentTable(TableId(table), Seq(first), Seq(first + length - 1), partition)
     waits = SealedSegment(ShardId(0), Offset(0), Offset(0), Seq(500), 1, 0, (batch,))
     assert bool(machine.needed_by(waits)) == (not set(range(first, first + length)) <= told)
 
 
 def segment(last: int, *batches: tuple[int, int, int], size: int = 10, sealed_s: int = 0) -> SealedSegment:
-    told = tuple(TableBatch(TableId(table), Seq(first), Seq(to)) for table, first, to in batches)
+    told = tuple(SegmentTable(TableId(table), Seq(first), Seq(to)) for table, first, to in batches)
     return SealedSegment(ShardId(0), Offset(0), Offset(0), Seq(last), size, sealed_s * SECOND, told)
 
 

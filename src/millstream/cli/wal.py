@@ -26,7 +26,7 @@ from millstream.cli.context import (
 )
 from millstream.cli.wal_damage_messages import TableWords, say_loss
 from millstream.cli.wal_export_import import (
-    Damage,
+    DamagePrinter,
     export,
     import_,
     note_left_out,
@@ -121,7 +121,7 @@ def cat(
         raise of_one
     home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
-    damage = Damage()
+    damage = DamagePrinter()
     reader = open_past_damage(home, name, damage, without_mark=without_mark, definitions=style == "ndjson")
     wanted: frozenset[TableId] = frozenset()
     if table is not None:
@@ -252,7 +252,7 @@ def inspect_frames(
     first, last = _seq_range(seq)
     if seq is not None and not seq.startswith("-"):
         note_dropped(home, name, first)
-    tables = [None] if table is None else tables_meant(home, name, open_past_damage(home, name, Damage()), table)
+    tables = [None] if table is None else tables_meant(home, name, open_past_damage(home, name, DamagePrinter()), table)
     damaged = False
     folder = str(home.wal_folder(name))
     words = TableWords(folder)
@@ -386,7 +386,7 @@ def stats(invocation: Invocation, stream: str | None, as_json: bool, partitions:
 
 def note_dropped(home: Home, stream: str, first: int) -> None:
     """Print on stderr if requested frames are no longer there."""
-    begin = open_past_damage(home, stream, Damage()).first_seq()
+    begin = open_past_damage(home, stream, DamagePrinter()).first_seq()
     if first < begin:
         note(f"retention has dropped numbers up to {begin - 1}; frames are listed from {begin} on")
 

@@ -79,7 +79,7 @@ def export(
         raise UsageError(f"{output} is a {what}, and {style} needs a {wanted_kind}", hint="Name another with --output.")
     home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
-    damage = Damage()
+    damage = DamagePrinter()
     reader = open_past_damage(home, name, damage)
     wanted = None if table is None else frozenset(table_ids(reader, table))
     if output is None and table is None and style in ("arrow", "csv"):
@@ -145,7 +145,7 @@ def import_(invocation: Invocation, folder: Path, stream: str | None) -> None:
     note(counted(count, "record"))
 
 
-class Damage:
+class DamagePrinter:
     """Prints each damaged place once, on stderr."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Damage:
 
 
 def open_past_damage(
-    home: Home, stream: str, damage: Damage, *, without_mark: bool = False, definitions: bool = False
+    home: Home, stream: str, damage: DamagePrinter, *, without_mark: bool = False, definitions: bool = False
 ) -> StreamReader:
     """Return a reader that leaves out unreadable parts, and works without a mark if there is none."""
     from millstream.app.log_readers import open_reader

@@ -57,7 +57,7 @@ class _AnswerTooLong(httpcore.NetworkError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReceiverAnswer:
     """The head of an answer."""
 
     status: int
@@ -125,7 +125,7 @@ class HttpSender:
             network_backend=_Backend(self._exchange, resolve, allow_private=allow_private),
         )
 
-    def post(self, headers: Mapping[str, str], body: bytes, *, timeout_s: float) -> Answer:
+    def post(self, headers: Mapping[str, str], body: bytes, *, timeout_s: float) -> ReceiverAnswer:
         """Send a request; return its answer once it is read to its end, or to `ANSWER_BYTES`.
 
         Args:
@@ -163,7 +163,7 @@ class HttpSender:
         """Close all connections."""
         self._pool.close()
 
-    def _post(self, headers: Mapping[str, str], body: bytes) -> Answer:
+    def _post(self, headers: Mapping[str, str], body: bytes) -> ReceiverAnswer:
         fields = [(b"host", self._host_header.encode()), (b"content-length", b"%d" % len(body))]
         fields += [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
         waits = {"timeout": {"pool": self._exchange.remaining_s()}}
@@ -174,7 +174,7 @@ class HttpSender:
             except _AnswerTooLong:
                 pass  # leaving the block closes the connection
             found = [value for name, value in response.headers if name.lower() == b"retry-after"]
-            return Answer(response.status, found[0].decode("latin-1") if found else None)
+            return ReceiverAnswer(response.status, found[0].decode("latin-1") if found else None)
 
 
 class _Backend(httpcore.NetworkBackend):

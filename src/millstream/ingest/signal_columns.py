@@ -16,7 +16,7 @@ _TIME_MAX_NS: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class SignalFault:
     """A column of rows with values that aren't weights, or aren't times of events."""
 
     column: str
@@ -35,7 +35,7 @@ def check_weights(table: str, rows: pa.Table, signals: Mapping[str, str]) -> Non
         raise fault.error(table)
 
 
-def weight_faults(rows: pa.Table, signals: Mapping[str, str]) -> Iterator[Fault]:
+def weight_faults(rows: pa.Table, signals: Mapping[str, str]) -> Iterator[SignalFault]:
     """Yield the columns in which rows have values that aren't weights, or times of events.
 
     Args:
@@ -55,7 +55,7 @@ def weight_faults(rows: pa.Table, signals: Mapping[str, str]) -> Iterator[Fault]
             if place >= 0 and not pa.types.is_null(rows.schema.field(place).type):
                 found = pc.fill_null(wrong(rows.column(place)), False)
                 if pc.any(found).as_py():
-                    yield Fault(column, found, reason)
+                    yield SignalFault(column, found, reason)
 
 
 def _not_weights(values: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -80,7 +80,7 @@ class HolderKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TableBatch:
+class SegmentTable:
     """Records of one table in a segment.
 
     If its range is wider than its records' numbers, it waits for the whole range.
@@ -104,7 +104,7 @@ class SealedSegment:
     size_bytes: int
     sealed_ns: int
     """Time at which the next segment was begun: wall clock, nanoseconds since 1970."""
-    batches: tuple[TableBatch, ...] = ()
+    batches: tuple[SegmentTable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +372,7 @@ class _Landed:
             ranges.add(first, last)
             self.scopes[table, partition] = ranges
 
-    def covers(self, batch: TableBatch) -> bool:
+    def covers(self, batch: SegmentTable) -> bool:
         """Return whether all of a batch's range has landed."""
         gaps = self.everything.gaps(batch.first, batch.last)
         for scope in dict.fromkeys([(batch.table, None), (batch.table, batch.partition)]):

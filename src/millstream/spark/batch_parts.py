@@ -55,7 +55,7 @@ class BatchPart:
 
 
 @dataclass(frozen=True, slots=True)
-class TableBatch:
+class PartRecords:
     """One table's records of a part."""
 
     table_id: TableId
@@ -66,7 +66,7 @@ class TableBatch:
     """The newest commit time among the records, µs since 1970."""
 
 
-Load: TypeAlias = Callable[[], TableBatch | None]
+Load: TypeAlias = Callable[[], PartRecords | None]
 """Returns a table's records; None if the table has none there after all."""
 
 
@@ -112,13 +112,13 @@ def table_loads(part: BatchPart) -> Iterator[tuple[TableId, Load]]:
             held.setdefault(table, []).extend(pieces)
     for table in sorted(sizes):
         if table in small:
-            yield table, partial(_table_batch, table, held.pop(table, []))
+            yield table, partial(_part_records, table, held.pop(table, []))
         else:
             yield table, partial(_read_alone, log, table, list(dict.fromkeys(places[table])))
 
 
-def _read_alone(log: StreamReader, table: TableId, spans: list[LogSpan]) -> TableBatch | None:
-    return _table_batch(table, [found for span in spans for found in table_batches(log, span, table)])
+def _read_alone(log: StreamReader, table: TableId, spans: list[LogSpan]) -> PartRecords | None:
+    return _part_records(table, [found for span in spans for found in table_batches(log, span, table)])
 
 
 def _together(
@@ -136,7 +136,7 @@ def _together(
     return {table: [(pieces[0].schema, one_batch(pieces)) for pieces in some] for table, some in runs.items()}
 
 
-def _table_batch(table: TableId, batches: list[tuple[TableSchema, pa.RecordBatch]]) -> TableBatch | None:
+def _part_records(table: TableId, batches: list[tuple[TableSchema, pa.RecordBatch]]) -> PartRecords | None:
     if not batches:
         return None
     last: tuple[int, TableSchema] | None = None
@@ -146,6 +146,6 @@ def _table_batch(table: TableId, batches: list[tuple[TableSchema, pa.RecordBatch
         last = (ends, schema) if last is None or ends >= last[0] else last
     assert last is not None, "there is a batch"
     times = [pc.max(batch.column("__commit_ts").cast(pa.int64())).as_py() for _, batch in batches]
-    return TableBatch(
+    return PartRecords(
         table, last[1].defined(), batches, max((time for time in times if time is not None), default=None)
     )

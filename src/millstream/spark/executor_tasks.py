@@ -31,7 +31,7 @@ from millstream.lake.table_renames import PackedPlaces
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.batch_parts import BatchPart, Load, TableBatch, table_loads
+from millstream.spark.batch_parts import BatchPart, Load, PartRecords, table_loads
 from millstream.spark.python_worker_setup import spare_the_collector
 
 
@@ -161,7 +161,7 @@ class DatabaseTask:
 
 def land_in_database(task: DatabaseTask) -> list[TableAnswer]:
     """Land a batch in one transaction of a database."""
-    found: dict[TableId, TableBatch] = {}
+    found: dict[TableId, PartRecords] = {}
     around = task.around
 
     def loading(table_id: TableId, load: Load) -> Callable[[], Loaded]:

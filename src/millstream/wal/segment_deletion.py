@@ -27,7 +27,7 @@ from millstream.protocol.retention import (
     Retention,
     RetentionBounds,
     SealedSegment,
-    TableBatch,
+    SegmentTable,
     oldest_of,
 )
 from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark, read_readable
@@ -237,7 +237,7 @@ def _oldest(files: Files, front: _Front) -> SealedSegment:
     )
 
 
-def _batches(footer: SegmentFooter) -> tuple[TableBatch, ...]:
+def _batches(footer: SegmentFooter) -> tuple[SegmentTable, ...]:
     """Return one batch per table.
 
     The footer has numbers per frame, not per table, and no partitions: the range covers all frames
@@ -250,7 +250,7 @@ def _batches(footer: SegmentFooter) -> tuple[TableBatch, ...]:
         for table in frame.tables:
             first, last = found.get(table.table_id, (frame.first_seq, frame.last_seq))
             found[table.table_id] = min(first, frame.first_seq), max(last, frame.last_seq)
-    return tuple(TableBatch(table, first, last) for table, (first, last) in found.items())
+    return tuple(SegmentTable(table, first, last) for table, (first, last) in found.items())
 
 
 def _remove(files: Files, front: _Front, dropped: Sequence[SealedSegment]) -> None:
