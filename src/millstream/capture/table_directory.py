@@ -69,7 +69,7 @@ class TableDirectory:
         self._patterns = TablePatterns.parse(config.tables)
         self._left_out: set[int] = set()
         """Partitions whose table is captured or left out; one that is detached comes with the next look's facts."""
-        self._lock = threading.Lock()
+        self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._facts: dict[int, SourceTable] = {}
         self._rows: dict[int, TableRow] = {row.relation_oid: row for row in self._captured()}
         self._shards = {row.id: row.shard for row in self._rows.values()}
@@ -115,10 +115,11 @@ class TableDirectory:
 
     def refresh(self) -> list[TableRow]:
         """Read the tables' present states from the catalog; return them."""
-        rows = self._captured()
-        with self._lock:
-            self._rows = {row.relation_oid: row for row in rows}
-            self._shards |= {row.id: row.shard for row in rows}
+        with self._refreshing:  # else an older state could replace a newer one, and hide a copy that is asked for
+            rows = self._captured()
+            with self._lock:
+                self._rows = {row.relation_oid: row for row in rows}
+                self._shards |= {row.id: row.shard for row in rows}
         return rows
 
     def table_row(self, facts: SourceTable) -> TableRow:

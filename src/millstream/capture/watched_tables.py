@@ -124,7 +124,7 @@ class WatchedTables:
         if any(row.id in waiting and row.state is TableState.STREAMING for row in rows):
             self._directory.look_wanted.set()
             return True
-        copied = {row.id for row in rows if row.id in attached and row.state is TableState.COPYING}
+        copied = {row.id for row in rows if row.id in waiting and row.state is TableState.COPYING}
         return bool(copied) and not copied <= self._catalog.paused_copies(self._stream)
 
     def look(self, connection: Connection, passed: Lsn) -> None:

@@ -1,0 +1,76 @@
+"""A capture that catches up ends only once no copy is asked for, in whatever order its threads come to that."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from tests.capture.capture_stage import Stage
+from tests.capture.test_definitions import MAKE
+
+from millstream.capture.column_rules.binding import ColumnRules
+from millstream.capture.table_directory import TableDirectory
+from millstream.catalog import Catalog, TableRow, TableState
+from millstream.model.ids import StreamId, TableId
+
+
+def test_columns_shown_during_a_copy_are_explained_before_the_end(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that ended between the two questions at the end hid from the first that a look was wanted."""
+    stage.sql(*MAKE)
+    stage.catch_up()
+    stage.sql(
+        "ALTER TABLE t RENAME b TO e",
+        "INSERT INTO t (id, e) VALUES (21, 'x')",
+        "ALTER TABLE t RENAME e TO b",
+    )
+    table = stage.table("public.t")
+    stage.catalog.set_state(table.id, TableState.COPY_REQUESTED, "asked for")
+    ask = Catalog.paused_copies
+
+    def ask_slowly(catalog: Catalog, stream: StreamId) -> frozenset[TableId]:
+        until = time.monotonic() + 0.5
+        if not threading.current_thread().name.startswith("millstream-"):
+            while catalog.table(table.id).state is TableState.COPYING and time.monotonic() < until:
+                time.sleep(0.005)
+        return ask(catalog, stream)
+
+    monkeypatch.setattr(Catalog, "paused_copies", ask_slowly)
+    stage.catch_up()
+    assert stage.catalog.facts(f"capture/{stage.catalog.stream('shop').id}/shown") == {}
+    assert stage.state("public.t") is TableState.STREAMING
+
+
+def test_an_older_state_of_the_tables_never_replaces_a_newer_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads refresh: the end of a copy, and a look that asks for the next."""
+    stage.sql(*MAKE)
+    stage.catch_up()
+    stream = stage.catalog.stream("shop").id
+    source = stage.catalog.current_source(stream)
+    assert source is not None
+    rules = ColumnRules(stage.catalog, stream, stage.config.rules)
+    directory = TableDirectory(stage.catalog, stream, source.id, stage.config, rules)
+    read = Catalog.tables
+    has_read, goes_on = threading.Event(), threading.Event()
+
+    def read_slowly(catalog: Catalog, *args: Any, **more: Any) -> list[TableRow]:
+        rows = read(catalog, *args, **more)
+        if threading.current_thread() is slow:
+            has_read.set()
+            goes_on.wait(10)
+        return rows
+
+    monkeypatch.setattr(Catalog, "tables", read_slowly)
+    slow, fast = threading.Thread(target=directory.refresh), threading.Thread(target=directory.refresh)
+    slow.start()
+    assert has_read.wait(10)
+    stage.catalog.set_state(directory.rows()[0].id, TableState.COPY_REQUESTED, "asked for")
+    fast.start()
+    fast.join(1)
+    goes_on.set()
+    for thread in (slow, fast):
+        thread.join(10)
+    assert [row.state for row in directory.rows()] == [TableState.COPY_REQUESTED]
