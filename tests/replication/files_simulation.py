@@ -239,7 +239,7 @@ class MachinesLife(ReplicaLife):
             self._break_within(replica.files, 20, crashes=0.7)
         try:
             replica.log = ReplicaLog.open(FOLDER, files=replica.files, side_by_side=False)
-        except (Crash, OSError):
+        except (Crash, ReplicationError):
             self._count("follower crashed in recovery")
             self._end_side(side)
             return False

@@ -198,7 +198,7 @@ class ReplicaLife(DrawnLog):
                 self._break_within(follower.files, 20, crashes=0.7)
             try:
                 follower.log = ReplicaLog.open(FOLDER, files=follower.files, side_by_side=False)
-            except (Crash, OSError):
+            except (Crash, ReplicationError):
                 self._count("follower crashed in recovery")
                 self._end(follower)
                 return False

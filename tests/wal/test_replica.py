@@ -27,7 +27,7 @@ from millstream.model.replication import ByteEnd, Shipment
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
 from millstream.testing.errors import coded
-from millstream.testing.files import MemoryFiles, lose_all
+from millstream.testing.files import FaultPlan, MemoryFiles, lose_all
 from millstream.wal.durable_mark import read_mark
 from millstream.wal.layout import list_segments, segment_path, shard_folder
 from millstream.wal.mending.inspect import verify
@@ -389,6 +389,25 @@ def test_a_repaired_leader_ships_what_is_left_with_its_loss_frames():
 
 
 # --- disks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fails_at_an_open_is_told_as_at_a_shipment(pair: Pair):
+    """It was a bare OSError."""
+    pair.append(4)
+    pair.ship()
+    pair.log.close()
+    failures = 0
+    for at in range(1, 1000):
+        pair.files.plan = plan = FaultPlan(fail_at=frozenset({at}))
+        try:
+            ReplicaLog.open(FOLDER, files=pair.files, side_by_side=False).close()
+        except ReplicationError as error:
+            assert error.code == "replica_failed"  # noqa: PT017 - most of the operations are of another call
+            failures += 1
+        if plan.operations < at:
+            break
+    assert failures
+    pair.files.plan = FaultPlan()
 
 
 def test_a_full_disk_leaves_nothing_half_and_shipping_goes_on_once_there_is_room(pair: Pair):

@@ -151,6 +151,7 @@ class ReplicaLog:
             ReplicationError (`other_stream`): another stream's log lies here.
             LogError (`unexpected_file`): a file lies there that isn't the log's.
             DiskFull: there is no space to rewrite what lies after the marks.
+            ReplicationError (`replica_failed`): the disk failed; nothing that the marks cover was changed.
         """
         files = RealFiles() if files is None else files
         files.makedirs(folder)
@@ -188,9 +189,8 @@ class ReplicaLog:
             for mark in marks.values():
                 mark.close()
             lock.close()
-            check_space(error, f"no disk space in {folder} to rewrite the last shipment")
-            if is_refused(error):
-                raise as_told(error) from error
+            if isinstance(error, OSError):
+                raise _told(error, folder) from error
             raise
         log = cls(folder, files, lock, stream, shards, groups, readers, side_by_side=side_by_side, withholds=withholds)
         try:
@@ -200,8 +200,10 @@ class ReplicaLog:
                 if shown.group > covered:
                     note_sealed(files, shards[number].folder, shown, covered, note)
             log._show_whole(ends, unmarked)
-        except BaseException:
+        except BaseException as error:
             log.close()
+            if isinstance(error, OSError):
+                raise _told(error, folder) from error
             raise
         return log
 
@@ -570,3 +572,11 @@ def _gap(part: SegmentPart, end: ByteEnd) -> ReplicaGap:
         f"the shipment starts at byte {part.position} of segment {part.base_offset} of shard {part.shard}; this log ends at byte {end.position} of segment {end.base_offset}",
         shard=int(part.shard),
     )
+
+
+def _told(error: OSError, folder: str) -> MillstreamError:
+    """Return the error of an open for one of the disk's; `DiskFull` is raised."""
+    check_space(error, f"no disk space in {folder} to rewrite the last shipment")
+    if is_refused(error):
+        return as_told(error)
+    return ReplicationError(f"the disk under {folder} failed: {error}", code="replica_failed")
