@@ -235,8 +235,20 @@ def test_ids_are_paged_in_order_however_regions_took_turns(parts: list[list[int]
     expected = sorted(value for part in parts for value in part if value > key)[:count]
     assert ids.values[ids.after(key, count)].tolist() == expected
     for region in range(4):
-        own = [value for part in parts for value in part if value >> 40 == region]
-        assert ids.next_of(region) == max([*own, region << 40]) + 1
+        last = region << 40
+        for value in sorted(value for part in parts for value in part if value >> 40 == region):
+            last = value if value - last <= 1 << 32 else last
+        assert ids.next_of(region) == last + 1
+
+
+def test_an_id_far_above_all_others_leaves_the_region_its_ids() -> None:
+    """After the last id of a region came the first of another, which gave it again."""
+    ids = columns.Ids()
+    ids.extend([1, 2, (1 << 40) - 1, (5 << 40) + 1])
+    assert (ids.next_of(0), ids.next_of(5)) == (3, (5 << 40) + 2)
+    ids.extend([3, (1 << 40) - 2])
+    assert ids.next_of(0) == 4
+    assert ids.next_of(1) == (1 << 40) + 1
 
 
 def sort_now(index: columns.Index) -> None:

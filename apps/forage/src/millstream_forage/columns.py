@@ -55,22 +55,36 @@ class Column:
         self._length = end
 
 
+_STEP_MAX: Final = 1 << 32
+"""The most by which an id exceeds the greatest one below it, unless another program wrote it. Such an id doesn't move the
+ids that a region hands out: after its last comes another region's first."""
+
+
 class Ids(Column):
     """Ids that regions handed out (`tables`)."""
 
-    __slots__ = ("_is_ascending", "_last")
+    __slots__ = ("_far", "_is_ascending", "_last")
 
     def __init__(self) -> None:
         super().__init__(np.int64)
         self._is_ascending = True
         self._last: dict[int, int] = {}
+        """By region, the greatest id that steps of at most `_STEP_MAX` reach from its first."""
+        self._far: dict[int, Ints] = {}
+        """By region, the ids above that."""
 
     def extend(self, rows: npt.ArrayLike) -> None:
         """Append ids."""
         added = np.asarray(rows, np.int64)
         regions = added >> REGION_BITS
         for region in np.unique(regions).tolist():
-            self._last[region] = max(self._last.get(region, 0), int(added[regions == region].max()))
+            last = self._last.get(region, region << REGION_BITS)
+            newer = np.sort(np.concatenate([self._far.get(region, added[:0]), added[regions == region]]))
+            newer = newer[newer > last]
+            wide = np.flatnonzero(np.diff(newer, prepend=last) > _STEP_MAX)
+            end = int(wide[0]) if len(wide) else len(newer)
+            self._last[region] = int(newer[end - 1]) if end else last
+            self._far[region] = newer[end:]
         before = self.values[-1:]
         super().extend(added)
         self._is_ascending &= bool((np.diff(np.concatenate([before, added])) > 0).all())
