@@ -93,7 +93,14 @@ def test_who_lacks_the_right_sees_no_buttons_and_does_nothing(site: Site, kind: 
     form = {"action": "pause", "stream": "shop", "subject": "search"}
     assert site.call("POST", "/console/act", OWN | header, **form).status_code == 403
     assert state(site) == "active"
-    assert audit(site) == []
+    refused = [(line["action"], line["subject"], line["outcome"], line["code"]) for line in audit(site)]
+    assert refused == [("pause", "search", "refused", "forbidden")] * (0 if kind == "write" else 2)
+
+
+def test_a_refused_action_is_noted_shortly(site: Site) -> None:
+    assert act(site, "shop", "x" * 5000).status_code == 403
+    (line,) = audit(site)
+    assert (line["outcome"], line["action"]) == ("refused", "x" * 200)
 
 
 def test_the_right_is_that_of_the_action_s_own_stream(site: Site) -> None:

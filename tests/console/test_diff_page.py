@@ -178,7 +178,7 @@ def test_who_lacks_the_right_starts_and_stops_none(site: Site, diffs: Diffs, kin
     if kind == "all":
         until_shown(site, kind, "stream web")
     assert ("stream web" in shown(site, kind)) == (kind == "all")
-    assert audit(site) == []
+    assert [(line["action"], line["outcome"]) for line in audit(site)] == [("diff", "refused")] * 2
 
 
 def test_a_server_s_end_ends_a_comparison_and_notes_it(site: Site, diffs: Diffs) -> None:

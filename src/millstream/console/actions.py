@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -79,6 +79,8 @@ _FITTING: Final = {
     "paused": "resume_copy",
 }
 """The action that fits a table's state, next to another copy."""
+_REFUSED_CHARS_MAX: Final = 200
+"""Characters of each field of a refused action in the audit log: any token may have it written."""
 _ALL_LETTERS: Final = frozenset({"retry_dead", "drop_dead"})
 _ONE_LETTER: Final = frozenset({"retry_letter", "drop_letter"})
 """Actions on the dead letter that the text names."""
@@ -188,6 +190,14 @@ def start_diff(home: Home, diffs: Diffs, order: Order) -> None:
 
     with _asked(home, order):
         diffs.start(order.who, order.stream, order.subject, on_end=note_end)
+
+
+def note_refused(home: Home, order: Order, error: AccessError) -> None:
+    """Note in the audit log that a viewer lacks the right for an action. Blocks; raises `AccessError` (`audit_unwritable`)."""
+    cut = replace(
+        order, **{name: getattr(order, name)[:_REFUSED_CHARS_MAX] for name in ("name", "stream", "subject", "text")}
+    )
+    _note(home, cut, "refused", code=error.code, message=error.message)
 
 
 @contextmanager

@@ -232,14 +232,18 @@ class Console:
         del version  # the charts are the same while it is
         return list(charts_page.area(self.figures, names, stream, period, whole_home=visible.streams is None))
 
-    def _check_acts(self, caller: Caller, stream: str) -> None:
+    async def _check_acts(self, caller: Caller, order: actions.Order) -> None:
         if not self._access.is_asked:
             raise AccessError(
                 "without access tokens the console only reads",
                 code="forbidden",
                 hint="Set `tokens_required` in `[http]`, or use the command line.",
             )
-        caller.check(Right.ADMIN, stream)
+        try:
+            caller.check(Right.ADMIN, order.stream)
+        except AccessError as error:
+            await self._apart(actions.note_refused, self._home, order, error)
+            raise
 
     def _may_act(self, caller: Caller, stream: str) -> bool:
         return self._access.is_asked and caller.may(Right.ADMIN, stream)
@@ -249,7 +253,7 @@ class Console:
         fields = await self._form(request)
         name, stream, subject, text = (fields.get(key, "") for key in ("action", "stream", "subject", "text"))
         order = actions.Order(caller.name or "", name, stream, subject, text)
-        self._check_acts(caller, order.stream)
+        await self._check_acts(caller, order)
         if order.action.warning and fields.get("confirmed") != "yes":
             title, content = "Are you sure?", actions.question(order)
         else:
@@ -282,11 +286,11 @@ class Console:
         last = self.diffs.last
         stops = fields.get("do") == "stop" and last is not None
         stream = last.stream if stops and last is not None else fields.get("stream", "")
-        self._check_acts(caller, stream)
+        order = actions.Order(caller.name or "", "diff", stream, "" if stops else fields.get("table", "").strip())
+        await self._check_acts(caller, order)
         if stops:
-            self.diffs.stop(caller.name or "")
+            self.diffs.stop(order.who)
         else:
-            order = actions.Order(caller.name or "", "diff", stream, fields.get("table", "").strip())
             await self._apart(actions.start_diff, self._home, self.diffs, order)
         return RedirectResponse("/diff", 303, _HEADERS)
 

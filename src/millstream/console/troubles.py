@@ -35,7 +35,8 @@ def troubles_of(status: Status) -> list[Trouble]:
         errors = {part for s in status["streams"] if s["name"] == one["stream"] for part in s.get("errors", ())}
         failing = errors | {"replication"}  # it has no other cause
         if one["kind"] not in _STOPPED or one["kind"].removesuffix("_stalled") not in failing:
-            found.append(Trouble(one["kind"], one["message"], one["hint"], one["stream"], is_error=one["is_alert"]))
+            hint = _with_command(one["hint"])
+            found.append(Trouble(one["kind"], one["message"], hint, one["stream"], is_error=one["is_alert"]))
     if (alerts := status["alerts"]) is not None and alerts["error"] is not None:
         found.append(Trouble("alerts", undelivered(alerts), "Check `[alerts]` in millstream.toml.", is_error=False))
     return sorted(found, key=lambda trouble: not trouble.is_error)
@@ -44,10 +45,13 @@ def troubles_of(status: Status) -> list[Trouble]:
 def _of_stream(stream: Mapping[str, Any]) -> Iterator[Trouble]:
     name = stream["name"]
     for part, error in stream.get("errors", {}).items():
-        hint = error.get("hint") or ""
-        if "`" not in hint:  # an operator gets a command in any case
-            hint = f"{hint} Run `millstream doctor`.".strip()
-        yield Trouble(error["code"], f"{part} {how_it_stands(error)}: {why_and_since(error)}", hint, name)
+        message = f"{part} {how_it_stands(error)}: {why_and_since(error)}"
+        yield Trouble(error["code"], message, _with_command(error.get("hint") or ""), name)
     for its in filter(None, [stream.get("replication"), *stream.get("regions", ())]):
         for error in node_errors(its):
-            yield Trouble(error["code"], error["message"], error.get("hint") or "", name)
+            yield Trouble(error["code"], error["message"], _with_command(error.get("hint") or ""), name)
+
+
+def _with_command(hint: str) -> str:
+    """Return a hint with a command in any case."""
+    return hint if "`" in hint else f"{hint} Run `millstream doctor`.".strip()
