@@ -1,7 +1,8 @@
 """Addresses of servers, stores and folders: split into their parts, and shown without their secrets.
 
 Every text shown to people (messages, log lines, `config show`) shows an address through
-`mask_address`, which shows only the parts that it understands. An address that doesn't parse is
+`mask_address`, which shows only the parts that it understands; of an address that libpq has parsed,
+`millstream.libpq.describe_parameters` shows the server and the database. An address that doesn't parse is
 masked whole: a typo (`postgres!//app:PASSWORD@host`, a raw `@` in a password) moves the password to
 where a looser parser takes it for a host, a port or a database.
 """

@@ -58,7 +58,6 @@ from millstream.errors import (
     MillstreamError,
     OffsetExpired,
     PositionError,
-    TokenFromFuture,
     UnknownStream,
     UnknownTable,
     UsageError,
@@ -77,6 +76,7 @@ from millstream.spark.merged_source import MergedReader, MergedTable
 from millstream.spark.python_worker_setup import spare_the_collector
 from millstream.spark.spark_columns import arrow_schema, spark_schema
 from millstream.wal.flight_log import FlightLog
+from millstream.wal.readable_range import from_future
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
 from millstream.wal.table_batches import is_raw, set_aside
 
@@ -377,7 +377,7 @@ class _Scan:
     def _existing(self, text: str) -> Seq:
         seq = self._parse(text)
         if seq > self.log.persisted_upto():
-            raise TokenFromFuture(f"{text} lies beyond what the stream has, which is up to {self.log.persisted_upto()}")
+            raise from_future(text, self.log.persisted_upto())
         return self.log.whole_upto(seq)
 
     def _parse(self, text: str) -> Seq:

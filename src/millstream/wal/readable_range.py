@@ -14,7 +14,7 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, OffsetExpired, TokenFromFuture
 from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark
-from millstream.model.positions import Offset, Seq
+from millstream.model.positions import Offset, Seq, StreamToken
 from millstream.ports import Files
 from millstream.wal.durable_mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable
 from millstream.wal.frame_index import OnDamage
@@ -214,10 +214,11 @@ class ReadableRange:
             )
 
 
-def from_future(asked: str, persisted: Seq) -> TokenFromFuture:
-    """Return the error for a request beyond what the log shows."""
+def from_future(asked: str, persisted: Seq, newest: StreamToken | None = None) -> TokenFromFuture:
+    """Return the error for a request beyond what the log shows: all up to `persisted`, or up to the token `newest`."""
+    end = persisted if newest is None else newest
     return TokenFromFuture(
-        f"{asked} is beyond the end of the readable log, {persisted}",
-        hint=f"Ask for {persisted} or less, or wait until the log has it.",
+        f"{asked} is beyond the end of the readable log, {end}",
+        hint=f"Ask for {end} or an earlier one, or wait until the log has it.",
         persisted_upto=int(persisted),
     )

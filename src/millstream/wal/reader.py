@@ -15,7 +15,7 @@ from typing import Final
 from millstream.backoff import Backoff
 from millstream.codec.log_frame import FrameHeader, FrameKind, RecordsFrame
 from millstream.codec.log_segment import FrameEntry, FrameTable
-from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, TokenFromFuture
+from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
@@ -24,7 +24,7 @@ from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.frame_index import NewestSchema, OnDamage, ShardIndex, has_numbers, load_newest, overlaps
 from millstream.wal.layout import SegmentFile, shard_folder
-from millstream.wal.readable_range import ReadableRange
+from millstream.wal.readable_range import ReadableRange, from_future
 from millstream.wal.reading.commit_time_lookup import numbers_around
 from millstream.wal.reading.frame_cache import DecodedFrames
 from millstream.wal.reading.frame_runs import run_records, runs_of
@@ -320,11 +320,7 @@ class StreamReader:
         marks, persisted = self._marks()
         newest = self._vector(marks, persisted)
         if not (after <= newest and upto <= newest):
-            raise TokenFromFuture(
-                f"{upto if after <= newest else after} is beyond the end of the readable log, {newest}",
-                hint=f"Ask for {newest} or an earlier one, or wait until the log has it.",
-                persisted_upto=int(persisted),
-            )
+            raise from_future(str(upto if after <= newest else after), persisted, newest)
         self.extent.check_range(after.minimum, after.minimum, persisted)
         bounds = {shard: (after.of(mark.writer), upto.of(mark.writer)) for shard, mark in marks.items()}
         yield from self._between(marks, bounds, table)
