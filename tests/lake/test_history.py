@@ -32,6 +32,7 @@ from millstream.lake.history_scan import fold_step
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.query.query_session import LakeSession
+from millstream.lake.schema_evolution import union_schema
 from millstream.lake.schema_history import Eras, era_at, newest_schema
 from millstream.lake.table_format import open_table
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
@@ -223,6 +224,7 @@ def test_a_type_that_old_values_do_not_fit_is_an_error_that_writes_nothing(
     with pytest.raises(LakeError, check=coded("lake_schema_conflict")) as caught:
         append_history(layout, other, [records(other, ("c", 2, {"id": 2}))], Seq(2))
     assert caught.value.details == {"table": "public.orders", "column": "note"}
+    assert "`millstream pipeline rebuild public.orders --from source`" in caught.value.hint
     # A copy's marker may bring the new columns before records that still have the old ones.
     mixed = [records(other, ("t", 2, {})), records(orders, ("c", 3, {"id": 3, "note": "y"}))]
     with pytest.raises(
@@ -230,6 +232,13 @@ def test_a_type_that_old_values_do_not_fit_is_an_error_that_writes_nothing(
     ):
         append_history(layout, other, mixed, Seq(3))
     assert seqs(layout, orders) == [1]
+
+
+def test_the_hint_has_a_name_as_a_shell_takes_it():
+    """`public.Bad One` was two words, and no table's name."""
+    with pytest.raises(LakeError) as caught:
+        union_schema('public."Bad One"', pa.schema({"a": pa.list_(pa.int32())}), pa.schema({"a": pa.string()}))
+    assert "`millstream pipeline rebuild 'public.\"Bad One\"' --from source`" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["NOTE", "__seq", "__Op"])

@@ -118,7 +118,7 @@ def write_records(
     have = _columns(layout, schema) if opened is None else opened.schema()
     if source is not None:
         had = columns_of(layout, schema.table_id, source)
-        have = union_schema(f"{schema.namespace}.{schema.name}", have, had, narrows=True)
+        have = union_schema(schema.full_name, have, had, narrows=True)
     rows = _rows(schema, have, _records_in(batches), layout.types, after=after, upto=n)
     began_s = time.time()
     columns = format_of(layout).stored_schema(rows.schema)
@@ -166,7 +166,7 @@ def commit_records(
     union = opened.schema()
     for part in parts:
         try:
-            union = union_schema(f"{schema.namespace}.{schema.name}", union, part.columns, narrows=True)
+            union = union_schema(schema.full_name, union, part.columns, narrows=True)
         except LakeError as error:
             if len(parts) > 1:
                 raise again from error  # a column may have had one name in one part, and another column in another
@@ -175,7 +175,7 @@ def commit_records(
         raise again
     if schema.source == 0 and any(part.schema.version != schema.version for part in parts):
         raise again
-    ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", union)
+    ready = widened(layout, opened, schema.full_name, union)
     told = _eras_told(layout, schema, ready, parts)
     check_unmoved(opened, ready)
     if _are_old(parts):
@@ -365,7 +365,7 @@ def _rows(
                 under_names(to_lake(version, kept, types), {c.apart: c.name for c in version.columns if c.apart})
             )
     newest = pa.schema([*record_prefix(schema), *columns_in_history(schema, types)])
-    name, union = f"{schema.namespace}.{schema.name}", have
+    name, union = schema.full_name, have
     for table in tables:
         # The table may have its new columns already, from a task that was killed before it could append.
         union = union_schema(name, union, table.schema, narrows=True)

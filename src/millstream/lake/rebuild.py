@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from glob import escape
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 import pyarrow.fs as pafs
@@ -93,7 +94,7 @@ def check_history(layout: LakeLayout, schema: TableSchema) -> None:
         raise LakeError(
             f"{name} can't be built from its history: {damage}",
             code="lake_history_lost",
-            hint=f"Run `millstream pipeline rebuild {name} --from source` to copy the table again, with a new history.",
+            hint=f"Run `millstream pipeline rebuild {quote(name)} --from source` to copy the table again, with a new history.",
             table=name,
         )
 

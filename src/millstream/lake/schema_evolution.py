@@ -6,6 +6,7 @@ for that table alone.
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Final
 
 import pyarrow as pa
@@ -81,7 +82,7 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
             raise LakeError(
                 f"{table}.{field.name} was {field.type} in the lake and is now {want.field(index).type}",
                 code="lake_schema_conflict",
-                hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new columns; "
+                hint=f"Run `millstream pipeline rebuild {quote(table)} --from source` to start a new history with the new columns; "
                 "the old one is kept next to it.",
                 table=table,
                 column=field.name,
@@ -94,7 +95,7 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
                 raise LakeError(
                     f"{table}: a column's name changed by case only ({field.name}); a Delta table can't distinguish the two",
                     code="lake_schema_conflict",
-                    hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new columns; "
+                    hint=f"Run `millstream pipeline rebuild {quote(table)} --from source` to start a new history with the new columns; "
                     "the old one is kept next to it.",
                     table=table,
                     column=field.name,

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from shlex import quote
 from typing import Final
 
 import pyarrow as pa
@@ -129,8 +130,8 @@ def records_elsewhere(
         raise LakeError(
             f"the history of {name} is gone: {lost}",
             code="lake_history_lost",
-            hint=f"Move the folder back and run `millstream tables retry {name}`, or copy the table again, with a new "
-            f"history: `millstream pipeline rebuild {name} --from source`.",
+            hint=f"Move the folder back and run `millstream tables retry {quote(name)}`, or copy the table again, with a new "
+            f"history: `millstream pipeline rebuild {quote(name)} --from source`.",
             table=name,
         )
     path = layout.table_path("history", schema)
@@ -188,7 +189,7 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     assert source.n is not None, "it was chosen for its records"
     after = opened.n or Seq(0)
     theirs = Eras.of(source)
-    ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", columns_of(layout, schema.table_id, source))
+    ready = widened(layout, opened, schema.full_name, columns_of(layout, schema.table_id, source))
     gone = history_from(source)
     gone = max(gone if gone > after else Seq(0), history_from(ready) if ready.n is not None else Seq(0))
     told = _eras_with(Eras.of(ready), theirs, schema) if has_eras(source) and has_eras(ready) else {}

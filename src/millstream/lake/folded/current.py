@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from shlex import quote
 from typing import Final
 
 import numpy as np
@@ -329,8 +330,7 @@ def begin_fold(
             raise LakeError(
                 f"{schema.namespace}.{schema.name} can't be built from its history, which was dropped up to {gone}"
                 + (f", from what it was at {stands}" if stands else ""),
-                hint=f"Run `millstream pipeline rebuild {qualified_name(schema.namespace, schema.name)} --from source` to copy "
-                "the table again.",
+                hint=f"Run `millstream pipeline rebuild {quote(schema.full_name)} --from source` to copy the table again.",
                 path=path,
             )
         first = True

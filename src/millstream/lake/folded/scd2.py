@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from shlex import quote
 
 import numpy as np
 import pyarrow as pa
@@ -305,7 +306,7 @@ class _Fold:
             raise LakeError(
                 f"the history of {self.schema.namespace}.{self.schema.name} was dropped up to {gone}, its versions stand at "
                 f"{self.stands or 0}, and there is no `current` to go on from",
-                hint=f"Run `millstream pipeline rebuild {self.name} --from source` to copy the table again.",
+                hint=f"Run `millstream pipeline rebuild {quote(self.schema.full_name)} --from source` to copy the table again.",
                 path=path,
             )
         cut = cut_at(self.layout, current.n)

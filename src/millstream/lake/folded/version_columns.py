@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import TypeAlias
 
 import pyarrow as pa
@@ -162,11 +163,11 @@ def _types(layout: LakeLayout, history: OpenTable, followed: TableSchema, had: _
                 continue
             wide = widest(now.type, field.type)
             if wide is None:
-                table = f"{followed.namespace}.{followed.name}"
+                table = followed.full_name
                 raise LakeError(
                     f"{table}.{now.name} was {field.type} in the lake, as {field.name}, and is now {now.type}",
                     code="lake_schema_conflict",
-                    hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new "
+                    hint=f"Run `millstream pipeline rebuild {quote(table)} --from source` to start a new history with the new "
                     "columns; the old one is kept next to it.",
                     table=table,
                     column=now.name,
