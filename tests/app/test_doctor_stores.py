@@ -147,6 +147,16 @@ def test_a_store_that_logs_are_shipped_to_is_written_read_and_left_as_it_was(
         ("403 Forbidden <Error><Code>ExpiredToken</Code><Message>The token has expired.</Message>", "lake_credentials"),
         ("404 Not Found <Error><Code>NoSuchBucket</Code></Error>", "lake_bucket_missing"),
         ("<?xml?><Error><Code>ContainerNotFound</Code>\n<Message>…</Message></Error>", "lake_bucket_missing"),
+        (
+            "HTTP error\n client error (Connect)\n received corrupt message of type InvalidContentType",
+            "lake_tls_differs",
+        ),
+        (
+            "curlCode: 35, SSL connect error; Details: TLS connect error: SSL routines::wrong version number",
+            "lake_tls_differs",
+        ),
+        ("400 Bad Request: Client sent an HTTP request to an HTTPS server.", "lake_tls_differs"),
+        ("400 Bad Request: The plain HTTP request was sent to HTTPS port", "lake_tls_differs"),
         ("404 Not Found <Error><Code>NoSuchKey</Code></Error>", None),
         ("a row with <Code>Gold</Code>", None),
     ],

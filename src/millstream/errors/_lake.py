@@ -169,6 +169,12 @@ class LakeUnavailable(LakeError):
             "Allow the keys to list, read, write and delete objects under the lake's `location`, and start `millstream run` "
             "again.",
         ),
+        "lake_tls_differs": Code(
+            "The address of the lake's object store begins with https:// and the store has no TLS, or with http:// and it needs "
+            "TLS; details: path.",
+            Retry.OPERATOR,
+            "Correct AWS_ENDPOINT_URL in `[streams.S.lake.storage_options]` or in the environment, and start `millstream run` again.",
+        ),
         "catalog_unreachable": Code(
             "The catalog of an Iceberg lake doesn't answer; details: path.",
             Retry.BACKOFF,

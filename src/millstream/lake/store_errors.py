@@ -51,6 +51,11 @@ _SAID: Final = {
     "lake_credentials": "the object store doesn't accept the keys",
     "lake_forbidden": "the keys may not do this",
 }
+_TLS_DIFFERS: Final = re.compile(
+    r"InvalidContentType|wrong version number|HTTP request (?:was sent )?to (?:an )?HTTPS (?:server|port)",
+    re.IGNORECASE,
+)
+"""An answer without TLS to a request with it, as delta-rs and pyarrow report it; and how MinIO and nginx answer the reverse."""
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _OF_THE_MACHINE: Final = re.compile(
     r"https?://(?:169\.254\.169\.254|metadata\.google\.internal|\[fd00:ec2::254\])[:/]|occurred while loading credentials"
@@ -71,6 +76,9 @@ def store_error(path: str, error: BaseException) -> LakeUnavailable | None:
     text = str(error)
     if _OF_THE_MACHINE.search(text):
         return no_keys(path)
+    if _TLS_DIFFERS.search(text):
+        told = "the address says https:// and the store has no TLS, or http:// and the store needs it"
+        return LakeUnavailable(f"{mask_address(path)}: {told}", code="lake_tls_differs", path=path)
     for name, words in _answers(text):
         for code, names in _CODES.items():
             if name in names:

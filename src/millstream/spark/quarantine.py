@@ -23,7 +23,7 @@ RETRY_S_MIN: Final = 30.0
 RETRY_S_MAX: Final = 600.0
 """The first and the maximum pause before a quarantined table is retried. A person's repair takes minutes, and each
 attempt reads up to a batch of the log."""
-_REFUSED: Final = frozenset({"lake_credentials", "lake_bucket_missing"})
+_REFUSED: Final = frozenset({"lake_credentials", "lake_bucket_missing", "lake_tls_differs"})
 """Refusals of an object store that are the same for all tables."""
 _LAKE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
 
