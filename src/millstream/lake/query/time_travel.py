@@ -300,7 +300,12 @@ def _rebuilding(schema: TableSchema, known: Iterable[KnownTable]) -> LakeBehind:
 def _before(layout: LakeLayout, asked: str) -> PositionError:
     first = first_cut(layout)
     if first is None:
-        return PositionError(f"the lake is empty, so it can't be read at {asked}", code="beyond_retention", first=None)
+        return PositionError(
+            f"the lake is empty, so it can't be read at {asked}",
+            code="beyond_retention",
+            hint="Run `millstream run`, which lands the log's records; nothing can be read as of a time before that.",
+            first=None,
+        )
     hint = f"Query {_moment_of(layout, first)} or later."
     last = last_cut(layout)
     tables = {} if last is None else last.tables
@@ -308,7 +313,7 @@ def _before(layout: LakeLayout, asked: str) -> PositionError:
     if begun > first.n and (whole := cut_from(layout, begun)) is not None:
         hint += f" All tables that the lake has now have begun by {_moment_of(layout, whole)}; one may still be in its first copy there."
     return PositionError(
-        f"the lake begins at {_moment_of(layout, first)}, after {asked}",
+        f"the lake has nothing as old as {asked}: it begins at {_moment_of(layout, first)}",
         code="beyond_retention",
         hint=hint,
         first=str(StreamToken.scalar(layout.stream_id, first.n)),
