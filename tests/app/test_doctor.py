@@ -18,7 +18,7 @@ import millstream
 from millstream.app import doctor as doctors
 from millstream.app.alerts.alert_file import Kept
 from millstream.app.doctor import Diagnosis, examine
-from millstream.app.status import quarantine_of
+from millstream.app.status import collect_status, quarantine_of
 from millstream.catalog import TableState
 from millstream.catalog.quarantined_tables import QuarantinedTable
 from millstream.errors import LakeError, LakeTableForeign, MillstreamError, SourceError, TableUndecodable
@@ -173,6 +173,19 @@ def test_a_key_or_a_merge_that_a_table_with_rows_was_not_written_by_is_wrong(tmp
     (found,) = tables(Home(tmp_path))
     assert (found.code, found.blocks, found.table) == ("key_changed", "table", "public.clicks")
     assert "Remove the table's key" in found.fix
+    (condition,) = collect_status(Home(tmp_path))["conditions"]
+    assert (condition["kind"], condition["subject"]) == ("key_changed", "public.clicks")
+    assert "Remove the table's key" in condition["hint"]
+
+
+def test_a_table_without_a_key_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README calls it normal, and it ended the command with 3."""
+    (tmp_path / "millstream.toml").write_text(CONFIG)
+    found = Diagnosis("source of shop", "replica_identity_unusable", "into history only", "current", "Give it a key.")
+    monkeypatch.setattr(doctors, "_source", lambda *_: iter([found]))
+    done = command("--home", str(tmp_path), "doctor")
+    assert done.returncode == 0
+    assert "note    source of shop: into history only" in done.stdout.decode()
 
 
 def test_a_log_that_no_reader_and_no_writer_takes_is_wrong(tmp_path: Path) -> None:

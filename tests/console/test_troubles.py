@@ -77,6 +77,7 @@ STATES: dict[str, Change] = {
     "lake_failed": lambda _, stream: stream["errors"].update(pipeline=error("lake_failed")),
     "slot_dropped": lambda _, stream: stream["source"].update(slot_dropped=True),
     "table_quarantined": quarantine,
+    "key_changed": lambda _, stream: stream["tables"][0].update(refused=error("key_changed")),
     "pipeline_down": driver_dead,
     "server_down": lambda status, _: status.update(errors={"serve": error("unprotected")}),
     "lake_waits": lambda _, stream: stream["tables"][0].update(reason="lake: tried again: <no answer>"),

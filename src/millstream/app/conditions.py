@@ -28,6 +28,8 @@ class Kind(StrEnum):
     SLOT_DROPPED = "slot_dropped"
     TABLE_QUARANTINED = "table_quarantined"
     TABLE_HELD = "table_held"
+    KEY_CHANGED = "key_changed"
+    MERGE_CHANGED = "merge_changed"
     BUFFER_UNDECODABLE = "buffer_undecodable"
     CAPTURE_STALLED = "capture_stalled"
     PIPELINE_STALLED = "pipeline_stalled"
@@ -350,6 +352,8 @@ def _of_tables(stream: Mapping[str, Any], of: str) -> Iterator[Condition]:
         if table["state"] == "quarantined":
             message = f"{table['name']} is quarantined: {table['reason']}"
             yield Condition(Kind.TABLE_QUARANTINED, name, table["name"], message, what_to_run(table, of))
+        if (error := table.get("refused")) is not None:
+            yield Condition(Kind(error["code"]), name, table["name"], error["message"], error["hint"])
     waiting = [table for table in stream["tables"] if (table["reason"] or "").startswith(TRIED_AGAIN)]
     if waiting:
         # Within minutes the table is quarantined, the pipeline has an error, or it has passed.

@@ -30,13 +30,13 @@ from millstream.app.lake_checks import (
 )
 from millstream.app.status import collect_status, live_progress, tables_of
 from millstream.app.status_words import undelivered, why_and_since
-from millstream.errors import IngestError, LogError, MillstreamError, UnknownStream
-from millstream.home.config_mapping import capture_config, write_rules
+from millstream.app.table_checks import refused_tables
+from millstream.errors import LogError, MillstreamError, UnknownStream
+from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
 from millstream.home.machine_code_folder import place_compiled_code
 from millstream.home.paths import HomePaths
 from millstream.home.rows_before_rules import until_words
-from millstream.ingest.schema_on_write import check_rules
 from millstream.leadership.node_roles import Roles
 from millstream.model.addresses import mask_address
 from millstream.model.human_text import counted
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from millstream.capture.server_checks import Finding
     from millstream.config.model import StreamConfig
     from millstream.model.column_rules import SourceRules
-    from millstream.model.schema import TableSchema
 
 _TO_DECIDE: Final = frozenset(
     {
@@ -68,7 +67,9 @@ _TO_DECIDE: Final = frozenset(
     }
 )
 """Errors that end capture or the pipeline at each start, until an operator decides how to go on."""
-_CHECKED_ELSEWHERE: Final = frozenset({Kind.SLOT_LAG, Kind.TABLE_QUARANTINED, Kind.OTHER_STREAM})
+_CHECKED_ELSEWHERE: Final = frozenset(
+    {Kind.SLOT_LAG, Kind.TABLE_QUARANTINED, Kind.KEY_CHANGED, Kind.MERGE_CHANGED, Kind.OTHER_STREAM}
+)
 """Conditions that the checks of a source, of tables and of nodes find."""
 _CLUSTER_CHECKS: Final = ("spark.master", "spark.python", "executor.log", "executor.lake", "clocks")
 """The checks of a cluster, in their order. After one that fails, those that couldn't be asked are no findings of their own."""
@@ -97,6 +98,11 @@ class Diagnosis:
     def is_ok(self) -> bool:
         """Return whether there is no problem."""
         return self.code == "ok"
+
+    @property
+    def is_wrong(self) -> bool:
+        """Return whether something doesn't run because of it; otherwise it is right, or worth a note."""
+        return self.blocks not in {"nothing", "current"}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding, JSON-able."""
@@ -442,7 +448,7 @@ def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
         with home.open_catalog() as catalog:
             stream = id_in(catalog, name)
             tables = [] if stream is None else tables_of(catalog, stream, *live_progress(home, name))
-            schemas = {} if stream is None else catalog.latest_schemas(stream)
+            refused = [] if stream is None else [one for _, one in refused_tables(home, catalog, name, stream)]
     except (MillstreamError, OSError) as error:
         yield _failed(check, error, "home")
         return
@@ -456,22 +462,10 @@ def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
             what_to_run(table, name if len(home.config.streams) > 1 else ""),
             table=table["name"],
         )
-    refused = list(_refused_writes(home, name, [schemas[table["id"]] for table in tables if table["id"] in schemas]))
     for one in refused:
         yield Diagnosis(check, one.code, one.message, "table", one.hint, table=one.details["table"])
     if not aside and not refused:
         yield Diagnosis(check, "ok", f"none of {len(tables)} is quarantined")
-
-
-def _refused_writes(home: Home, name: str, schemas: Iterable[TableSchema]) -> Iterator[MillstreamError]:
-    """Yield the error of each table whose appends the configuration's keys or merges would refuse."""
-    rules = write_rules(home.config.streams[name])
-    for schema in schemas:
-        if schema.source == 0 and schema.columns:  # applications write it
-            try:
-                check_rules(schema, rules(schema.namespace, schema.name))
-            except IngestError as error:
-                yield error
 
 
 def _alerts(home: Home) -> Iterator[Diagnosis]:
@@ -593,5 +587,5 @@ def _source(home: Home, name: str) -> Iterator[Diagnosis]:
         if found.code == "column_is_text" and in_database:
             continue
         yield Diagnosis(check, found.code, found.message, found.blocks, found.fix, found.sql, found.table)
-    if not any(found.blocks != "nothing" for found in findings):
+    if not any(found.blocks in {"source", "table"} for found in findings):
         yield Diagnosis(check, "ok", "it can be captured")

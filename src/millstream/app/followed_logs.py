@@ -75,4 +75,5 @@ def _table(schema: TableSchema) -> dict[str, Any]:
         "last_figures": None,
         "paths": {},
         "raw_values": None,
+        "refused": None,
     }

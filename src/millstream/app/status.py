@@ -18,6 +18,7 @@ from millstream.app.open_home import home_consumers
 from millstream.app.resources import resources_of
 from millstream.app.status_cache import StatusCache
 from millstream.app.status_words import TRIED_AGAIN
+from millstream.app.table_checks import with_checks
 from millstream.catalog.lake_state import lake_state
 from millstream.catalog.quarantined_tables import FoldFailures, LastFigures, QuarantineFacts, TableFigures
 from millstream.catalog.snapshot import CatalogSnapshot
@@ -258,7 +259,7 @@ def _stream(
         "lake": {"state": lake_state(catalog, stream)},
         "ring": _ring(catalog, stream, problems),
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
-        "tables": _with_raw_values(
+        "tables": with_checks(
             tables_of(catalog, stream, captured, landing, lake_paths(home, catalog, name, stream)),
             home,
             catalog,
@@ -267,21 +268,6 @@ def _stream(
             problems,
         ),
     }
-
-
-def _with_raw_values(
-    tables: list[dict[str, Any]], home: Home, catalog: Catalog, name: str, stream: StreamId, problems: list[str]
-) -> list[dict[str, Any]]:
-    """Return the tables with `raw_values`: what is left of values from before a rule; None if nothing is."""
-    from millstream.home.rows_before_rules import kept_raw_values
-
-    kept: dict[TableId, dict[str, Any]] = {}
-    with contextlib.suppress(ConfigError):  # reported already
-        try:
-            kept = kept_raw_values(home, catalog, name, stream, time.time())
-        except (LogError, OSError) as error:
-            problems.append(f"log of {name}: {error}")
-    return [table | {"raw_values": kept.get(TableId(table["id"]))} for table in tables]
 
 
 def _lsn_text(lsn: int | None) -> str | None:

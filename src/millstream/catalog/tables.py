@@ -31,6 +31,8 @@ class NameOfTable(NamedTuple):
     namespace: str
     name: str
     folder_id: TableId
+    written: TableSchema | None = None
+    """The schema itself, if applications write the table."""
 
 
 class Tables(CatalogPart):
@@ -356,7 +358,10 @@ def name_of(blob: bytes) -> NameOfTable:
 
 
 def _named(schema: TableSchema) -> NameOfTable:
-    return NameOfTable(schema.table_id, schema.version, schema.namespace, schema.name, schema.folder_id)
+    is_written = schema.source == 0 and schema.kind is TableKind.TABLE
+    return NameOfTable(
+        schema.table_id, schema.version, schema.namespace, schema.name, schema.folder_id, schema if is_written else None
+    )
 
 
 def _present(stream: StreamId) -> Select[Any]:

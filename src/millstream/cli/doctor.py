@@ -50,7 +50,7 @@ def doctor(invocation: Invocation, as_sql: bool, quiet: bool, as_json: bool) -> 
         found.append(diagnosis)
         if not as_json and not (quiet and diagnosis.is_ok):
             _print_diagnosis(diagnosis)
-    wrong = [diagnosis for diagnosis in found if diagnosis.blocks != "nothing"]
+    wrong = [diagnosis for diagnosis in found if diagnosis.is_wrong]
     if not as_json and not quiet:
         right = sum(diagnosis.is_ok for diagnosis in found)
         notes = len(found) - right - len(wrong)
@@ -79,7 +79,7 @@ def _served(home: Home) -> Iterator[None]:
 def _print_diagnosis(diagnosis: Any) -> None:
     if diagnosis.is_ok:
         say("ok      ", nl=False, fg="green")
-    elif diagnosis.blocks == "nothing":
+    elif not diagnosis.is_wrong:
         say("note    ", nl=False, fg="yellow")
     else:
         say("wrong   ", nl=False, fg="red", bold=True)
