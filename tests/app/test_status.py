@@ -29,7 +29,7 @@ from millstream.catalog import TableState
 from millstream.catalog.quarantined_tables import LastFigures, QuarantinedTable, TableFigures
 from millstream.cli.main import cli
 from millstream.cli.status_and_tables import _consumer_row
-from millstream.errors import CursorExpired, UnknownTable, UsageError
+from millstream.errors import CatalogError, CursorExpired, UnknownTable, UsageError
 from millstream.home.home import Home
 from millstream.home.retention import sweep
 from millstream.model.ids import ShardId, StreamId
@@ -152,6 +152,22 @@ def test_what_cannot_be_read_is_a_problem_and_the_rest_is_shown(home: Home) -> N
     status = collect_status(Home(home.path))
     assert any("configuration" in problem for problem in status["problems"])
     assert [stream["name"] for stream in status["streams"]] == ["shop"]
+
+
+def test_without_its_catalog_a_stream_is_shown_from_its_log(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a read-only or full disk the catalog can't be opened, and the status had nothing but that problem."""
+
+    def refused(*_: object, **__: object) -> Any:
+        raise CatalogError("catalog.db: unable to open database file")
+
+    monkeypatch.setattr(Home, "open_catalog", refused)
+    status = collect_status(home)
+    assert status["problems"] == ["catalog.db: unable to open database file"]
+    (stream,) = status["streams"]
+    assert (stream["state"], stream["tokens"]["durable"][-3:]) == ("unknown", ".s3")
+    assert {table["state"] for table in stream["tables"]} == {"unknown"}
+    shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"])
+    assert stream["tokens"]["durable"] in shown.stdout
 
 
 @pytest.mark.parametrize("text", ["[streams", "[alerts]\nslot_lag = 'much'\n", None])

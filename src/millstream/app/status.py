@@ -83,8 +83,10 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
                         streams.append(_followed(home, name, cache.readers, problems) | {"errors": errors})
         else:
             streams = [_followed(home, name, cache.readers, problems) for name in sorted(names)]
-    except MillstreamError as error:
+    except MillstreamError as error:  # such as a catalog on a read-only or full disk
         problems.append(error.message)
+        shown = {one["name"] for one in streams}
+        streams += [_without_catalog(home, name, cache.readers, problems) for name in sorted(names - shown)]
     for one in streams:
         one["replication"] = its = nodes.get(one["name"])
         one["consumers"] = _consumers(home, one["name"], problems)
@@ -188,6 +190,13 @@ def _followed(home: Home, name: str, readers: dict[str, StreamReader], problems:
         if not isinstance(error, LogError) or error.code != "log_empty":
             problems.append(f"log of {name}: {error}")
     return found
+
+
+def _without_catalog(home: Home, name: str, readers: dict[str, StreamReader], problems: list[str]) -> dict[str, Any]:
+    """Return the facts of a stream while the catalog can't be read: those of its log."""
+    found = _followed(home, name, readers, problems)
+    tables = [table | {"state": "unknown"} for table in found.get("tables", ())]
+    return found | {"state": "unknown"} | ({"tables": tables} if tables else {})
 
 
 def _stream(
