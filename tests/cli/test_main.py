@@ -475,6 +475,18 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_an_append_whose_output_was_cut_fails(tmp_path: Path) -> None:
+    """It exited with 0, and had left out the later rows."""
+    (tmp_path / "millstream.toml").write_text("[streams.s]\n")
+    append = f"{sys.executable} -m millstream.cli --home {tmp_path} append clicks --rows 1 --json"
+    command = f"""(echo '{{"id": 1}}'; echo '{{"id": 2}}') | {append} | true; exit ${{PIPESTATUS[1]}}"""
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "appended so far, and durable: 1 row, from the first 1 line with a row\n",
+    )
+
+
 def test_who_only_looks_needs_no_password(tmp_path: Path) -> None:
     (tmp_path / "millstream.toml").write_text("[streams.shop]\nsource.dsn='postgresql://a:${NOT_SET_ANYWHERE}@h/d'\n")
     home = ("--home", str(tmp_path))

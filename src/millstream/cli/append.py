@@ -10,7 +10,15 @@ from typing import IO, Any
 
 import click
 
-from millstream.cli.context import Invocation, json_option, note, pass_invocation, print_raw, stream_option
+from millstream.cli.context import (
+    Invocation,
+    json_option,
+    note,
+    pass_invocation,
+    print_raw,
+    silence_stdout,
+    stream_option,
+)
 from millstream.model.human_text import counted
 
 
@@ -104,11 +112,14 @@ def append(
                 again += appended.row_count if appended.duplicate else 0
                 if as_json:
                     print_raw(json.dumps(appended.as_dict()))
-        except BaseException:  # an interrupt and a line that isn't text too
+        except BaseException as error:  # an interrupt and a line that isn't text too
             if done:
                 note(
                     f"appended so far, and durable: {counted(done, 'row')}, from the first {counted(read, 'line')} with a row"
                 )
+            if isinstance(error, BrokenPipeError):  # later rows may not have been appended
+                silence_stdout()
+                raise click.exceptions.Exit(1) from error
             raise
         if not as_json:
             before = f", {again:,} of them from before" if again else ""

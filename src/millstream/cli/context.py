@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import shlex
 import sys
@@ -140,6 +141,11 @@ def note_lines(text: str) -> None:
 def print_raw(text: str, *, nl: bool = True, err: bool = False) -> None:
     """Print a text for programs, as it is."""
     click.echo(text, nl=nl, err=err)
+
+
+def silence_stdout() -> None:
+    """Write stdout to nothing from here on: its reader has closed it, and the interpreter flushes it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Iterable[str] = ()) -> None:

@@ -7,14 +7,22 @@ interrupted.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import traceback
 from typing import Any, Final, NoReturn
 
 import click
 
-from millstream.cli.context import Invocation, SuggestingGroup, extra_words_hint, name_home, note, note_lines, say
+from millstream.cli.context import (
+    Invocation,
+    SuggestingGroup,
+    extra_words_hint,
+    name_home,
+    note,
+    note_lines,
+    say,
+    silence_stdout,
+)
 from millstream.cli.malloc_settings import return_large_buffers
 from millstream.cli.startup import ended_by_signals, without_pandas
 from millstream.errors import MillstreamError, UsageError
@@ -109,9 +117,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - this is the edge: every way to end becomes an exit code
         if isinstance(error, BrokenPipeError):
-            # The reader of stdout (head, a pager) has closed it; the interpreter must not flush into the
-            # closed pipe at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            silence_stdout()  # of head, or a pager
             sys.exit(0)
         sys.exit(_report(error, debug="--debug" in arguments))
     finally:
