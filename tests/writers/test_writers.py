@@ -466,7 +466,7 @@ def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(hom
     assert reader.persisted_upto() < given.first
     assert f"millstream --home {home} writers forget" in done(home, "status")
     unknown = run(home, "writers", "forget", "fra", "--yes")
-    assert unknown.returncode == 1
+    assert unknown.returncode == 2
     assert "far" in unknown.stderr
     done(home, "writers", "forget", "far", "--yes")
     wait_for(lambda: reader.persisted_upto() >= last)

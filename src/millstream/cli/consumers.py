@@ -112,7 +112,7 @@ def create(
     if as_json:
         print_json(made)
     else:
-        say(f"consumer {made['name']} begins behind {made['cursor']}")
+        say(f"consumer {made['name']} begins after {made['cursor']}")
     for pattern in _without_table(invocation, stream, tables):
         note(f"the stream has no table that {pattern} matches: {name} waits for one")
 
@@ -221,7 +221,7 @@ def rm(invocation: Invocation, name: str, yes: bool, stream: str | None) -> None
 @json_option
 @pass_invocation
 def repair(invocation: Invocation, accept_loss: bool, stream: str | None, as_json: bool) -> None:
-    """Go on after damage to the file of the consumers' state, without what is behind the damage.
+    """Go on after damage to the file of the consumers' state, without what comes after the damage.
 
     Consumers then have the state from before the damage: their messages since then are delivered again, under the same ids.
     The cut bytes are kept in a .torn file. Stop `millstream run` and `serve` first.

@@ -61,7 +61,7 @@ def status(invocation: Invocation, stream: str | None, as_json: bool) -> None:
 
 
 def _behind(numbers: int) -> str:
-    return f" ({numbers:,} behind)" if numbers else ""
+    return f" ({counted(numbers, 'number')} behind)" if numbers else ""
 
 
 def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -> None:
@@ -94,8 +94,8 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
         say(f"  {words}: {lag_words(lag[stage])}{more}")
     if stream["replay"] is not None:
         say(f"  replay: {_replay_words(stream['replay'])}")
-    if lag["fold"]["seconds"] is not None:
-        say(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
+    if lag["fold"]["records"] is not None:
+        say(f"  history → current: {_fold_words(lag['fold'])}")
     size = (
         "can't be read"
         if stream["log"]["segments"] is None
@@ -193,6 +193,14 @@ def _landing_words(lag: dict[str, Any], processes: Mapping[str, int | None]) -> 
     """Return that nothing lands what waits for the lake; empty if a process does, or nothing waits."""
     is_landed = processes.get("pipeline") is not None or not lag["bytes"]
     return "" if is_landed else "; nothing lands it until `millstream run` or `pipeline run` does"
+
+
+def _fold_words(lag: dict[str, Any]) -> str:
+    """Return what waits for the folds of its tables."""
+    if not lag["records"]:
+        return "nothing waits"
+    behind = f"{counted(lag['records'], 'record')}, {human_seconds(lag['seconds'])} behind"
+    return f"{behind}; they wait for a fold (`fold_interval`), and `query` has them already"
 
 
 def _source_words(source: dict[str, Any]) -> str:

@@ -34,6 +34,7 @@ class SequencingError(MillstreamError):
         ),
         "unknown_writer": Code(
             "The stream has no writer of that name or number; details: writer, known.",
+            exit_code=2,
         ),
         "sequence_unusable": Code(
             "The store's sequence numbers can't be right for this stream. It was restored from an older copy, "

@@ -92,7 +92,7 @@ _OF_A_COPY: Final[Named] = {
     "eta_s": ("millstream_table_copy_eta_seconds", "How long the rest of a copy takes at its rate so far."),
 }
 _LAG_OF_A_CONSUMER: Final[Named] = {
-    "records": ("millstream_consumer_lag_records", "Records of a consumer's tables behind its cursor."),
+    "records": ("millstream_consumer_lag_records", "Records of a consumer's tables after its cursor."),
     "bytes": ("millstream_consumer_lag_bytes", "Bytes of these records in the log."),
     "seconds": ("millstream_consumer_lag_seconds", "Age of the oldest of these records."),
 }
