@@ -10,9 +10,11 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import millstream
 from millstream.errors import CatalogError, HomeBusy, MillstreamError, UnknownStream, UsageError
 from millstream.home.home import Home
 from millstream.home.home_format import FORMAT
@@ -42,6 +44,13 @@ def test_a_named_folder_that_is_no_home_is_not_replaced_by_another(tmp_path: Pat
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, check=coded("home_not_found")):
         Home.find(tmp_path / where, environ={}, start=tmp_path)
+
+
+def test_what_is_no_path_is_no_home(tmp_path: Path) -> None:
+    not_a_path: Any = 5
+    with pytest.raises(UsageError, match="path must be the path of a home, not int"):
+        millstream.open(not_a_path)
+    assert Home.find(make(tmp_path).path, environ={}).path == tmp_path
 
 
 def test_a_copied_log_without_a_configuration_can_be_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pyarrow as pa
@@ -80,6 +81,12 @@ def test_all_tables_are_read_at_the_last_cut_however_far_each_was_folded(
         assert late.query(JOIN).to_pydict() == {"id": [2], "note": ["b"], "total": [None]}
         assert late.query('SELECT count(*) n FROM public."Order ""Lines"""').to_pydict() == {"n": [1]}
         assert late.missing == {}
+
+
+def test_what_is_no_sql_is_refused_by_name(layout: LakeLayout):
+    not_sql: Any = 5
+    with LakeSession(layout) as session, pytest.raises(InvalidQuery, match="sql must be text, not int"):
+        session.query(not_sql)
 
 
 def test_a_truncated_table_a_keyless_one_and_messages(layout: LakeLayout, orders: TableSchema, records: Records):

@@ -68,12 +68,19 @@ class Home(HomePaths):
             named_by: the name in errors of the place that named it.
 
         Raises:
+            UsageError: `named` isn't a path.
             UsageError (`home_not_found`): none of these is one. A (copied) folder with logs in `data/wal/STREAM` and no
                 configuration counts only if it is named, or if the search begins there.
         """
         environ = os.environ if environ is None else environ
         hint = None if named_by == "--home" else f"Name a home by {named_by} or MILLSTREAM_HOME."
         for origin, text in ((named_by, named), ("MILLSTREAM_HOME", environ.get("MILLSTREAM_HOME"))):
+            said: object = text
+            if not isinstance(said, str | os.PathLike | None):
+                raise UsageError(
+                    f"{origin} must be the path of a home, not {type(said).__name__}",
+                    hint="Pass a text or a pathlib.Path.",
+                )
             if text:
                 path = Path(text).expanduser().absolute()
                 if (path / FILE_NAME).exists() or (path / "data" / "wal").is_dir():

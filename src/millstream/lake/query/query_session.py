@@ -258,6 +258,9 @@ class LakeSession(Closing):
         """
         import duckdb
 
+        said: object = sql
+        if not isinstance(said, str):
+            raise InvalidQuery(f"sql must be text, not {type(said).__name__}", hint="Pass one SELECT as text.")
         if len(self.statements(sql)) != 1:
             raise InvalidQuery("a query must be one statement", hint="Send one SELECT.")
         if LIST.fullmatch(sql):
