@@ -28,7 +28,7 @@ CONNECTIONS = 64
 ROWS = 100
 SECONDS = 5
 _WAIT_S = 120.0
-_CONFIG = '[streams.bench]\n[http]\nlisten = "127.0.0.1:{port}"\n'
+_CONFIG = '[streams.bench]\n[http]\nlisten = "127.0.0.1:{port}"\nprocesses = {processes}\n'
 _ROW = [
     {
         "page": f"/products/{number % 50}",
@@ -123,14 +123,14 @@ def _wrk_rows_s(wrk: str, place: Path, port: int, seconds: float) -> float:
 
 
 @contextmanager
-def _served(path: Path) -> Iterator[tuple[int, tuple[int, int]]]:
+def _served(path: Path, *, processes: int = 1) -> Iterator[tuple[int, tuple[int, int]]]:
     """Run a home whose log one process writes, and another serves it, as under `run`.
 
     Yields the server's port, and the process ids of the writer and the server.
     """
     port = free_port()
     path.mkdir()
-    (path / "millstream.toml").write_text(_CONFIG.format(port=port))
+    (path / "millstream.toml").write_text(_CONFIG.format(port=port, processes=processes))
     home = Home(path)
     with home.running("capture", "run") as writer, home.running("serve") as server:
         deadline = time.monotonic() + _WAIT_S
@@ -207,4 +207,30 @@ def http_rows_100() -> Iterator[Figure]:
             rows=ROWS,
             size_bytes=len(_BODY),
             note="CPU time of the process that writes the log, of its own and that of the server's process together, in the same runs",
+        )
+
+
+@measures("http_2_processes_vs_1")
+def http_processes() -> Iterator[Figure]:
+    """Measure the same requests with two server processes; the peer is one."""
+    seconds = float(asked.seconds or SECONDS)
+    wrk = shutil.which("wrk")
+    with (
+        folder("http") as place,
+        _served(place / "two", processes=2) as (two, _),
+        _served(place / "one") as (one, _),
+    ):
+
+        def rows_s(port: int) -> float:
+            return _wrk_rows_s(wrk, place, port, seconds) if wrk else _python_rows_s(port, seconds)
+
+        yield compared(
+            "http_2_processes_vs_1",
+            partial(rows_s, two),
+            partial(rows_s, one),
+            unit="rows/s",
+            goal="",
+            rows=ROWS,
+            size_bytes=len(_BODY),
+            note=f"{_SHAPE}; [http] processes = 2; the peer is a home with one server process",
         )

@@ -136,18 +136,29 @@ def pipeline_run(invocation: Invocation, until_caught_up: bool, log_format: LogF
 @pass_invocation
 def serve(invocation: Invocation, log_format: LogFormat) -> None:
     """Serve HTTP: the console at /, appends, queries, /metrics for Prometheus, /healthz, /readyz and /status."""
-    from millstream.app.alerts.alert_sender import watched_alerts
-    from millstream.console.routes import Console
     from millstream.processes.child_process import Lifeline
     from millstream.processes.logs import configure_logs
-    from millstream.serving.server import serve_home
+    from millstream.serving.row_processes.server_process import ServerProcess
 
-    lifeline = Lifeline()
+    lifeline, process = Lifeline(), ServerProcess.inherited()
     with lifeline.held():
         configure_logs(part="serve", style=log_format)
         home = invocation.own_home(needs_source=False)
-        with watched_alerts(home):
-            serve_home(home, lifeline, [Console])
+        if process is None and home.config.http.processes > 1:
+            from millstream.serving.row_processes.supervision import serve_in_processes
+
+            serve_in_processes(home, lifeline, log_format=log_format)
+        elif process is not None and process.number > 1:
+            from millstream.serving.row_processes.row_server import serve_rows
+
+            serve_rows(home, lifeline, process)
+        else:
+            from millstream.app.alerts.alert_sender import watched_alerts
+            from millstream.console.routes import Console
+            from millstream.serving.server import serve_home
+
+            with watched_alerts(home):
+                serve_home(home, lifeline, [Console], process)
 
 
 @click.command()

@@ -25,6 +25,13 @@ class HttpConfig(Section):
         description="Host and port. An address that other machines can reach needs `tls_certificate` and `tokens_required`; "
         "without them the server doesn't listen.",
     )
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Number of server processes on the port. One process takes rows with one core. Each further process takes "
+        "rows with another core, and forwards all other requests to the first. They share the limits below.",
+    )
     tokens_required: bool = Field(
         default=False,
         description="Require an access token (`millstream token create`), or a client certificate that stands for one. "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -34,6 +35,8 @@ def watched_catalog(home: Home, lifeline: Lifeline) -> Iterator[None]:
     if home.catalog_address() is not None:
         yield
         return
+    # Not by the thread: if two threads import modules of a circle at once, one finds half of a module.
+    import_module("millstream.catalog")
     catalog: Catalog | None = None
 
     def look() -> bool:

@@ -21,7 +21,7 @@ from millstream import process_metrics
 from millstream.closing import Closing
 from millstream.errors import MillstreamError, error_of
 from millstream.home.home import Home
-from millstream.processes.role_locks import Role, WriterRole, holder, writer_roles
+from millstream.processes.role_locks import AnyRole, Role, holder, server_roles, writer_roles
 from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.control")
@@ -45,7 +45,7 @@ class ControlServer(Closing):
     def __init__(
         self,
         home: Home,
-        role: Role | WriterRole,
+        role: AnyRole,
         calls: Mapping[str, Callable[[], dict[str, Any]]],
         acts: Mapping[str, Act] | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class ControlServer(Closing):
         return None
 
 
-def ask(home: Home, role: Role | WriterRole, call: str) -> dict[str, Any] | None:
+def ask(home: Home, role: AnyRole, call: str) -> dict[str, Any] | None:
     """Return a part's answer; None if it isn't there or doesn't answer in time."""
     return _asked(home, role, {"call": call}, _TIMEOUT_S)
 
@@ -108,7 +108,8 @@ def measures_of(home: Home) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     seen: set[int] = set()
-    parts: tuple[Role, ...] = ("owner", "pipeline", "follow", "serve", "delivery")
+    servers = server_roles(home.run_folder)
+    parts: tuple[AnyRole, ...] = ("owner", "pipeline", "follow", "serve", *servers, "delivery")
     for role in (*parts[:-1], *writer_roles(home.run_folder), parts[-1]):
         facts = holder(home.run_folder, role)
         pid = facts.get("pid")
@@ -123,7 +124,7 @@ def measures_of(home: Home) -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 def have_done(
     home: Home,
-    role: Role | WriterRole,
+    role: AnyRole,
     act: str,
     arguments: Mapping[str, Any],
     *,
@@ -148,7 +149,7 @@ def have_done(
 
 def _asked(
     home: Home,
-    role: Role | WriterRole,
+    role: AnyRole,
     asked: Mapping[str, Any],
     deadline_s: float,
     on_sent: Callable[[], None] = lambda: None,
@@ -168,7 +169,7 @@ def _asked(
     return None
 
 
-def _socket_of(folder: Path, role: Role | WriterRole) -> Path:
+def _socket_of(folder: Path, role: AnyRole) -> Path:
     """Return a part's control socket; a writer listens for appends under its role's own name."""
     return folder / (f"{role}.sock" if role in get_args(Role) else f"{role}-control.sock")
 

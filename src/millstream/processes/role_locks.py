@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, NewType, Self, TypeVar
+from typing import Any, Final, Literal, NewType, Self, TypeAlias, TypeVar
 
 from millstream.errors import HomeBusy, ShardLocked
 from millstream.private_files import open_private
@@ -19,6 +19,8 @@ from millstream.private_files import open_private
 _Result = TypeVar("_Result")
 WriterRole = NewType("WriterRole", str)
 """The role of an appender to the home's logs, by the writer's name: see `writer_role`."""
+ServerRole = NewType("ServerRole", str)
+"""The role of a further server process on the home's port: see `server_role`."""
 Role = Literal[
     "run", "owner", "pipeline", "serve", "follow", "promote", "reconcile", "replay", "forget", "delivery", "alerts"
 ]
@@ -27,6 +29,7 @@ and Flight. `follow`: copies the streams that other nodes lead. `promote`: makes
 `reconcile`: merges regions' tables, as the owner also does for a while before retention. `replay`: writes a range of records into a table of its own.
 `forget`: deletes a table's older records. `delivery`: has the state of the streams' consumers. `alerts`: looks for conditions to report, and sends them."""
 
+AnyRole: TypeAlias = Role | WriterRole | ServerRole
 _HELD: Final[weakref.WeakSet[RoleLock]] = weakref.WeakSet()
 """This process's locks: a forked child has none of them."""
 _WORDS: Final[dict[str, str]] = {
@@ -60,9 +63,7 @@ class RoleLock:
         self._facts = facts
 
     @classmethod
-    def take(
-        cls, run_folder: Path, role: Role | WriterRole, *, patience_s: float = 0.5, **facts: str | bool | None
-    ) -> RoleLock:
+    def take(cls, run_folder: Path, role: AnyRole, *, patience_s: float = 0.5, **facts: str | bool | None) -> RoleLock:
         """Take a role and record its holder.
 
         Args:
@@ -142,6 +143,16 @@ def writer_roles(run_folder: Path) -> list[WriterRole]:
     return sorted(WriterRole(file.stem) for file in run_folder.glob("writer*.lock"))
 
 
+def server_role(number: int) -> ServerRole:
+    """Return the role of a further server process by its number, from 2."""
+    return ServerRole(f"serve-{number}")
+
+
+def server_roles(run_folder: Path) -> list[ServerRole]:
+    """Return the roles of further server processes that are held, or were."""
+    return sorted(ServerRole(file.stem) for file in run_folder.glob("serve-*.lock"))
+
+
 @contextlib.contextmanager
 def nobody_writes(run_folder: Path) -> Iterator[None]:
     """Keep every other process from writing the home's logs; `HomeBusy` if one writes, and goes on.
@@ -155,7 +166,7 @@ def nobody_writes(run_folder: Path) -> Iterator[None]:
         yield
 
 
-def holder(run_folder: Path, role: Role | WriterRole) -> dict[str, Any]:
+def holder(run_folder: Path, role: AnyRole) -> dict[str, Any]:
     """Return a role's holder: `pid`, `since`, and its recorded facts; empty if there is none.
 
     Doesn't disturb the holder.

@@ -23,7 +23,7 @@ import queue
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -52,6 +52,10 @@ class SupervisedProcess:
     (`Supervisor.forgive`); None: never for that. A bug of ours (`unexpected`) has one try more."""
     final_codes: frozenset[str] = frozenset()
     """Codes of errors for which it is given up at once."""
+    descriptors: Sequence[int] = ()
+    """Open files that it inherits, under the same numbers."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables in addition to this process's."""
 
 
 class PartState(StrEnum):
@@ -154,6 +158,10 @@ class Supervisor:
         """Count a part's errors from 0 again: it has made progress. A long life alone is none."""
         self.parts[name].errors = 0
 
+    def ask_to_stop(self) -> None:
+        """Have the main thread call `stop`; from any thread."""
+        self._inbox.put(("", None, {}))
+
     def stop(self) -> None:
         """Tell all parts to drain and end."""
         if self._kill_at_s is None:
@@ -177,8 +185,8 @@ class Supervisor:
                 [*running.part.command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[tell],
-                env={**os.environ, REPORT_VARIABLE: str(tell)},
+                pass_fds=[tell, *running.part.descriptors],
+                env={**os.environ, **running.part.environment, REPORT_VARIABLE: str(tell)},
                 start_new_session=True,
             )
         except OSError as error:
@@ -216,7 +224,10 @@ class Supervisor:
         except queue.Empty:
             return
         if not name:
-            self._interrupted()
+            if facts is None:
+                self._interrupted()
+            else:
+                self.stop()
             return
         running = self.parts[name]
         if process is not running.process:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -15,28 +14,22 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from millstream import __version__
-from millstream.app.open_home import home_appender
 from millstream.config.quantities import size_bytes
-from millstream.errors import AccessError, MillstreamError, UsageError
-from millstream.home.machine_code_folder import place_compiled_code
-from millstream.ingest.line_protocol import warm
+from millstream.errors import MillstreamError
 from millstream.model.access import Right
-from millstream.process_metrics import HTTP_REQUEST_SECONDS
 from millstream.serving.access import Access, allow
 from millstream.serving.consumer_requests import Consumers
 from millstream.serving.health import Health
 from millstream.serving.http_reads import Reading
-from millstream.serving.line_writes import VERSION, LineWrites
+from millstream.serving.line_writes import VERSION
 from millstream.serving.openapi import with_writes
-from millstream.serving.origin_check import Origins
 from millstream.serving.problem_documents import MEDIA_TYPE, plain_problem, response_of, tell_problems
-from millstream.serving.request_batching import Groups
-from millstream.serving.request_bodies import Intake, Receive
-from millstream.serving.requests import Scope, Send, answer_problem
-from millstream.serving.row_writes import ROWS_PATH, TABLES_PATH, Writes, is_rows_path, takes_rows
+from millstream.serving.request_bodies import Intake, Receive, alone
+from millstream.serving.requests import Scope, Send
+from millstream.serving.row_requests import RowRequests, measured
+from millstream.serving.row_writes import ROWS_PATH, TABLES_PATH
 from millstream.serving.tail.endpoint import Tails
 from millstream.serving.unknown_paths import known_parameters
-from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -44,7 +37,6 @@ if TYPE_CHECKING:
 _TITLE: Final = "Millstream"
 _SESSIONS_AT_ONCE: Final = 16
 """Number of requests for a session at a time; others wait for their turn."""
-_METHODS: Final = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 _ABOUT: Final = "An ordered, durable change log: rows in over HTTP, and how the home does."
 
 
@@ -65,29 +57,32 @@ class Part(Protocol):
 class Application:
     """The application that `serve` runs."""
 
-    def __init__(self, home: Home, access: Access, parts: Iterable[Callable[[Application], Part]] = ()) -> None:
-        place_compiled_code(home)
+    def __init__(
+        self,
+        home: Home,
+        access: Access,
+        parts: Iterable[Callable[[Application], Part]] = (),
+        share: Callable[[int], int] = alone,
+    ) -> None:
         http = home.config.http
         self.home: Final = home
         self.access: Final = access
         self.health: Final = Health(home)
-        self.appender: Final = home_appender(home)
-        self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max))
-        self.groups: Final = Groups(self.appender.append_batch_async)
+        self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max), share)
+        self._rows = RowRequests(home, access, self.intake)
+        self.appender: Final = self._rows.appender
+        self.groups: Final = self._rows.groups
+        self.parser: Final = self._rows.parser
         self.reading: Final = Reading(home, self.intake)
         self.consumers: Final = Consumers(home, self.intake)
         self.tails: Final = Tails(home)
         # A session waits for followers, for seconds: probes of health, on asyncio's threads, never wait behind it.
         self._sessions = ThreadPoolExecutor(_SESSIONS_AT_ONCE, thread_name_prefix="sessions")
-        self._origins = Origins(http.address[0], http.hosts, any_host=access.is_asked)
-        self._writes = Writes(home, self.groups, self.intake, access)
-        # Compile or load it during the first requests: the first time on a machine it takes seconds.
-        self.parser: Final = call_in_thread("warm-parser", warm)
         self._parts = [make(self) for make in parts]
-        self._of_paths = {
-            b"/write": LineWrites(self._writes, "v1", self.parser),
-            b"/api/v2/write": LineWrites(self._writes, "v2", self.parser),
-        }
+
+    def drains(self) -> None:
+        """Report from now on that the server is about to end."""
+        self.health.draining = True
 
     def start(self) -> None:
         """Begin work that no request asks for; call it when this process serves the home."""
@@ -102,7 +97,7 @@ class Application:
         self.consumers.close()
         self.reading.close()
         self.tails.close()
-        self.appender.close()
+        self._rows.close()
         self.health.close()
         self._sessions.shutdown(wait=False, cancel_futures=True)
 
@@ -117,50 +112,18 @@ class Application:
         # FastAPI makes its tables of paths when it first looks for one, in tenths of a second: not while a viewer waits.
         for route in others.routes:
             route.matches({"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []})
-        rows, lines, origins = self._writes, self._of_paths, self._origins
+        rows = self._rows
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                origins.check(scope["headers"])
-            except (AccessError, UsageError) as error:
-                await answer_problem(send, error)
-                return
-            if scope["method"] == "POST":
-                path = scope["raw_path"]
-                if takes_rows(path):
-                    await rows(scope, receive, send)
-                    return
-                if path in lines:
-                    await lines[path](scope, receive, send)
-                    return
-            await others(scope, receive, send)
+            await (rows if rows.takes(scope) else others)(scope, receive, send)
 
-        async def timed(scope: Scope, receive: Receive, send: Send) -> None:
-            began_s, status = time.perf_counter(), "none"
-
-            async def noting(message: MutableMapping[str, Any]) -> None:
-                nonlocal status
-                if message["type"] == "http.response.start":
-                    status = str(message["status"])
-                await send(message)
-
-            try:
-                await application(scope, receive, noting)
-            finally:
-                method = scope["method"] if scope["method"] in _METHODS else "other"
-                series = HTTP_REQUEST_SECONDS.of(method, self._route_of(scope), status)
-                series.observe(time.perf_counter() - began_s)
-
-        return timed
+        return measured(self.home, self.access, application, self._route_of)
 
     def _route_of(self, scope: Scope) -> str:
         """Return a request's path with names for its variable parts; `other` for an unknown path."""
-        path = scope["raw_path"]
-        if scope["method"] == "POST" and takes_rows(path):
-            return ROWS_PATH if is_rows_path(path) else TABLES_PATH
-        if path in self._of_paths:
-            return str(path.decode())
-        return str(getattr(scope.get("route"), "path", "other"))
+        return (
+            self._rows.route_of(scope) if self._rows.takes(scope) else str(getattr(scope.get("route"), "path", "other"))
+        )
 
     def _include_routers(self, app: FastAPI) -> None:
         for router in (self.reading.router, self.consumers.router, self.tails.router):
@@ -279,8 +242,8 @@ class Application:
 
         # A path that takes writes reports its methods to other requests.
         for rows_path in (ROWS_PATH, TABLES_PATH):
-            app.router.routes.append(Route(rows_path, self._writes, methods=["POST"]))
-        for path, endpoint in self._of_paths.items():
+            app.router.routes.append(Route(rows_path, self._rows.writes, methods=["POST"]))
+        for path, endpoint in self._rows.of_paths.items():
             app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
         described = app.openapi
 

@@ -197,8 +197,8 @@ class Server(Protocol):
     def start(self, exchange: Exchange) -> None:
         """Start a task that answers a request."""
 
-    def enter(self, connection: Connection) -> None:
-        """Take a connection that was made."""
+    def enter(self, connection: Connection) -> int:
+        """Take a connection that was made; return how many there are."""
 
     def leave(self, connection: Connection) -> None:
         """Forget a connection that was closed."""
@@ -268,8 +268,7 @@ class Connection(asyncio.Protocol):
         }
         if secured is not None and (name := name_in_certificate(secured.getpeercert())) is not None:
             self._base[CERTIFICATE] = name
-        self.server.enter(self)
-        if len(self.server.connections) > self.bounds.connections_max:
+        if self.server.enter(self) > self.bounds.connections_max:
             self.refuse(plain_problem(503, f"{self.bounds.connections_max} connections are open, which is the limit"))
 
     def connection_lost(self, exc: Exception | None) -> None:

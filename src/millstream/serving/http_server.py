@@ -7,13 +7,14 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
 from typing import Final
 
 import structlog
 
 from millstream.serving.connections import Application, Connection, ConnectionBounds, Exchange
+from millstream.serving.request_bodies import alone
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -30,6 +31,7 @@ class HttpServer:
 
     Args:
         drain_s: how long requests that have begun may take at the end.
+        share: publishes the number of this process's connections, and returns that of other processes.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class HttpServer:
         *,
         drain_s: float,
         context: ssl.SSLContext | None = None,
+        share: Callable[[int], int] = alone,
     ) -> None:
         self.application = application
         self.bounds = bounds
@@ -47,6 +50,7 @@ class HttpServer:
         self.ending = asyncio.Event()
         self._drain_s = drain_s
         self._context = context
+        self._share = share
         self._tasks: set[asyncio.Task[None]] = set()
         self.handshakes: dict[Connection, asyncio.Task[None]] = {}
         """TLS connections whose handshake isn't done, and their tasks."""
@@ -59,15 +63,22 @@ class HttpServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def enter(self, connection: Connection) -> None:
-        """Take a connection that was made."""
+    def enter(self, connection: Connection) -> int:
+        """Take a connection that was made; return how many there are."""
         self.handshakes.pop(connection, None)
         self.connections.add(connection)
+        return self._count()
 
     def leave(self, connection: Connection) -> None:
         """Forget a connection that was closed."""
         self.connections.discard(connection)
+        self._count()
         self._left.set()
+
+    def _count(self) -> int:
+        """Return the number of open connections of all processes, handshakes among them."""
+        own = len(self.connections) + len(self.handshakes)
+        return own + self._share(own)
 
     async def serve(self, listener: socket.socket, ended: asyncio.Event, *, backlog: int = 2048) -> None:
         """Serve until `ended` is set, then take no more connections, and answer the requests that have begun.
@@ -123,7 +134,7 @@ class HttpServer:
                 logger.warning("a connection couldn't be accepted", error=str(error))
                 await asyncio.sleep(_ACCEPTS_AGAIN_S)
                 continue
-            if len(self.connections) + len(self.handshakes) >= self.bounds.connections_max:
+            if self._count() >= self.bounds.connections_max:
                 client.close()
                 await asyncio.sleep(0)  # other connections have their turn
                 continue

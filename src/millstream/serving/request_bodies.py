@@ -30,16 +30,40 @@ class ClientGoneError(Exception):
     """The client went away before its request was whole: no answer is possible."""
 
 
-class Intake:
-    """The bytes that requests hold, all together, and their limit."""
+def alone(_own: int) -> int:
+    """Return what other server processes hold of a total if there are none."""
+    return 0
 
-    def __init__(self, bytes_max: int, body_bytes_max: int) -> None:
+
+class Intake:
+    """The bytes that requests hold, all together, and their limit.
+
+    Args:
+        share: publishes the bytes that this process's requests hold, and returns those of other processes.
+    """
+
+    def __init__(self, bytes_max: int, body_bytes_max: int, share: Callable[[int], int] = alone) -> None:
         self.bytes_max: Final = bytes_max
         self.body_bytes_max: Final = body_bytes_max
         self.held_bytes = 0
-        """Bytes held now."""
+        """Bytes held by this process now."""
         self.refused = 0
         """Number of requests that found no room."""
+        self._share = share
+
+    def take(self, size_bytes: int) -> int | None:
+        """Hold that many more; return how many bytes all requests hold if there is no room for them."""
+        self.held_bytes += size_bytes
+        all_bytes = self.held_bytes + self._share(self.held_bytes)
+        if all_bytes <= self.bytes_max:
+            return None
+        self.give_back(size_bytes)
+        return all_bytes - size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        """Hold that many less."""
+        self.held_bytes -= size_bytes
+        self._share(self.held_bytes)
 
 
 class Held:
@@ -54,24 +78,28 @@ class Held:
     def grow(self, size_bytes: int) -> None:
         """Take that many more; `server_busy` if there is no room for them."""
         intake = self._intake
-        if intake.held_bytes + size_bytes > intake.bytes_max:
+        held_bytes = intake.take(size_bytes)
+        if held_bytes is not None:
             intake.refused += 1
             raise HttpError(
-                f"requests in flight hold {intake.held_bytes} of {intake.bytes_max} bytes, and this one would hold"
+                f"requests in flight hold {held_bytes} of {intake.bytes_max} bytes, and this one would hold"
                 f" {self.size_bytes + size_bytes}",
                 code="server_busy",
-                held_bytes=intake.held_bytes,
+                held_bytes=held_bytes,
                 size_max=intake.bytes_max,
             )
-        intake.held_bytes += size_bytes
         self.size_bytes += size_bytes
+
+    def shrink(self, size_bytes: int) -> None:
+        """Give that many back."""
+        self._intake.give_back(size_bytes)
+        self.size_bytes -= size_bytes
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._intake.held_bytes -= self.size_bytes
-        self.size_bytes = 0
+        self.shrink(self.size_bytes)
 
 
 async def read_body(
@@ -107,8 +135,8 @@ async def read_body(
             raise UsageError("Content-Length isn't a number")
         if int(announced) > limit:
             raise _too_large(intake, limit)
-        if intake.held_bytes + int(announced) > intake.bytes_max:
-            held.grow(int(announced))
+        held.grow(int(announced))  # a body without room isn't read
+        held.shrink(int(announced))
     body = await _received(receive, intake, held, limit)
     return await _inflated(body, intake, held, limit) if encoding == b"gzip" else body
 

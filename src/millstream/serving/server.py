@@ -8,7 +8,7 @@ import gc
 import resource
 import shutil
 import socket
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
 
@@ -23,15 +23,20 @@ from millstream.processes.listening import BACKLOG, listen
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock
 from millstream.serving.bind_check import check_protected
 from millstream.serving.certificates import LOOK_EVERY_S, Renewal
+from millstream.serving.request_bodies import alone
+from millstream.serving.row_processes.forwarding import FORWARDED_SOCKET, answering, listening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
     from millstream.nodes.log_shipping import Shipping
     from millstream.serving.application import Application, Part
     from millstream.serving.connections import ConnectionBounds
     from millstream.serving.flight.server import FlightService
+    from millstream.serving.request_batching import Groups
+    from millstream.serving.row_processes.server_process import ServerProcess
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -39,8 +44,16 @@ _OBJECTS_A_COLLECTION: Final = 20_000
 """Number of new objects after which cycles among them are looked for: a large answer has as many."""
 
 
-def serve_home(home: Home, lifeline: Lifeline, parts: Iterable[Callable[[Application], Part]] = ()) -> None:
+def serve_home(
+    home: Home,
+    lifeline: Lifeline,
+    parts: Iterable[Callable[[Application], Part]] = (),
+    process: ServerProcess | None = None,
+) -> None:
     """Serve until told to stop; then answer earlier requests, and end.
+
+    Args:
+        process: this process's part, as the first of several on one port.
 
     Raises:
         HomeBusy: the home is served already.
@@ -57,14 +70,16 @@ def serve_home(home: Home, lifeline: Lifeline, parts: Iterable[Callable[[Applica
     host, port = home.config.http.address
     check_protected("http", (host, port), home.config.http)
     renewal = Renewal.of_home(home)
+    share = alone if process is None else process.share_of("held_bytes")
     with (
         contextlib.closing(Access.of_home(home)) as access,
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         watched_catalog(home, lifeline),
-        listen(host, port) as listener,
-        contextlib.closing(Application(home, access, parts)) as application,
+        listen(host, port) if process is None else process.listener() as listener,
+        contextlib.closing(Application(home, access, parts, share)) as application,
         _shipping(home) as shipping,
         _flight(home, application, shipping) as flight,
+        _forwarded(home, process) as answers,
         _told(home, shipping),
     ):
         application.start()
@@ -73,36 +88,78 @@ def serve_home(home: Home, lifeline: Lifeline, parts: Iterable[Callable[[Applica
         url = f"{'http' if home.config.http.tls_certificate is None else 'https'}://{address}/"
         lifeline.tell("listening", {"address": address, "url": url})
         logger.info("listening", address=address, console=url)
-        _raise_open_files()
         _clear(home.queries_folder)
-        # Objects that exist by now stay: collecting them repeatedly takes as long as a tenth of the
-        # requests.
-        gc.collect()
-        gc.freeze()
-        # A request makes thousands of objects, and none of them in a cycle.
-        gc.set_threshold(_OBJECTS_A_COLLECTION)
-        # So do the compiler's, which come later: each receive would go through them.
-        application.parser.add_done_callback(lambda _: gc.freeze())
-        with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(_serve(home, lifeline, application, listener, renewal, flight))
+        serve_until_told(home, lifeline, application, listener, renewal, flight, process=process, answers=answers)
+
+
+class Served(Protocol):
+    """An application as a server runs it."""
+
+    @property
+    def groups(self) -> Groups:
+        """The appends of requests."""
+
+    @property
+    def parser(self) -> Future[Any]:
+        """The parser of lines, once it is compiled."""
+
+    def asgi(self) -> Any:
+        """Return the application, as a server calls it."""
+
+    def drains(self) -> None:
+        """Report from now on that the server is about to end."""
+
+
+def serve_until_told(
+    home: Home,
+    lifeline: Lifeline,
+    application: Served,
+    listener: socket.socket,
+    renewal: Renewal | None,
+    flight: FlightService | None = None,
+    *,
+    process: ServerProcess | None = None,
+    answers: socket.socket | None = None,
+) -> None:
+    """Serve an application on a listening socket until the process is told to stop, and answer earlier requests.
+
+    Args:
+        process: this process's part, if several share the port.
+        answers: the socket on which other processes forward requests, if they do.
+    """
+    _raise_open_files()
+    # Objects that exist by now stay: collecting them repeatedly takes as long as a tenth of the
+    # requests.
+    gc.collect()
+    gc.freeze()
+    # A request makes thousands of objects, and none of them in a cycle.
+    gc.set_threshold(_OBJECTS_A_COLLECTION)
+    # So do the compiler's, which come later: each receive would go through them.
+    application.parser.add_done_callback(lambda _: gc.freeze())
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(_serve(home, lifeline, application, listener, renewal, flight, process, answers))
 
 
 async def _serve(
     home: Home,
     lifeline: Lifeline,
-    application: Application,
+    application: Served,
     listener: socket.socket,
     renewal: Renewal | None,
     flight: FlightService | None,
+    process: ServerProcess | None,
+    answers: socket.socket | None,
 ) -> None:
     from millstream.serving.http_server import HttpServer
 
     drain_s = duration_s(home.config.http.drain_timeout)
+    answered_by = application.asgi()
     server = HttpServer(
-        application.asgi(),
+        answered_by,
         connection_bounds(home),
         drain_s=drain_s,
         context=None if renewal is None else renewal.context,
+        share=alone if process is None else process.share_of("connections"),
     )
     loop = asyncio.get_running_loop()
     told, ended = asyncio.Event(), asyncio.Event()
@@ -117,7 +174,7 @@ async def _serve(
 
     async def end_when_told() -> None:
         await told.wait()
-        application.health.draining = True
+        application.drains()
         await asyncio.sleep(duration_s(home.config.http.drain_delay))
         ended.set()
 
@@ -129,8 +186,10 @@ async def _serve(
                 flight.renew()
 
     aside = [asyncio.create_task(end_when_told()), asyncio.create_task(renew())]
+    forwarded = contextlib.nullcontext() if answers is None else answering(answered_by, answers, server.ending, drain_s)
     try:
-        await server.serve(listener, ended, backlog=BACKLOG)
+        async with forwarded:
+            await server.serve(listener, ended, backlog=BACKLOG)
         # No caller waits for these, but their rows count: their senders may take them for appended.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
@@ -151,6 +210,16 @@ def _shipping(home: Home) -> Iterator[Shipping | None]:
     shipping = Shipping(home)
     shipping.start()
     yield shipping
+
+
+@contextlib.contextmanager
+def _forwarded(home: Home, process: ServerProcess | None) -> Iterator[socket.socket | None]:
+    """Take requests that other server processes forward, if there are such processes."""
+    if process is None:
+        yield None
+        return
+    with listening(home.make_socket_folder() / FORWARDED_SOCKET) as listener:
+        yield listener
 
 
 @contextlib.contextmanager

@@ -1,0 +1,208 @@
+"""Requests that one server process forwards to another, over a Unix socket: ASGI's events in frames.
+
+A frame is a length and a MessagePack map. The first one has the request's scope. After that the answering process sends
+the events of its answer, and a frame that asks for the next event of the request whenever its application does. So
+backpressure, `100 Continue` and a client's end reach the application as without a process in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Iterator, MutableMapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import structlog
+
+from millstream.serving.access import CERTIFICATE
+from millstream.serving.problem_documents import encoded, headers_of, plain_problem
+from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT, ClientStalledError, Scope, Send, answer
+
+if TYPE_CHECKING:
+    from millstream.serving.connections import Application
+    from millstream.serving.request_bodies import Receive
+
+logger = structlog.get_logger("millstream.serve")
+
+FORWARDED_SOCKET: Final = "forwarded.sock"
+"""Name of the socket, in the home's folder of sockets."""
+_BACKLOG: Final = 1024
+_LENGTH: Final = struct.Struct("<I")
+_SCOPE: Final = ("http_version", "method", "path", "raw_path", "query_string", "headers", "scheme", "client", "server")
+_RECEIVE: Final = "millstream.receive"
+"""Type of the frame that asks for the request's next event."""
+_GONE: Final = {"type": "http.disconnect"}
+_PIECE_BYTES: Final = 256 << 10
+"""Bytes of an answer's body in a frame, so that the forwarding process holds few of each."""
+
+_Frame = MutableMapping[str, Any]
+
+
+class Forwarder:
+    """The forwarding side: an ASGI application whose answers another process makes.
+
+    Args:
+        path: the socket of that process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request as an ASGI application."""
+        has_begun = False
+        with suppress(OSError):
+            reader, writer = await asyncio.open_unix_connection(self._path)
+            asked: asyncio.Task[None] | None = None
+            try:
+                facts = {name: scope[name] for name in (*_SCOPE, CERTIFICATE) if name in scope}
+                _write(writer, facts)
+                while (frame := await _next(reader)) is not None:
+                    if frame["type"] == _RECEIVE:
+                        if frame["needs_its_client"]:
+                            scope[NEEDS_ITS_CLIENT] = True
+                        asked = asyncio.create_task(_hand_over(receive, writer))
+                        continue
+                    has_begun = True
+                    await send(frame)
+                    if frame["type"] == "http.response.body" and not frame["more_body"]:
+                        return
+            finally:
+                if asked is not None:
+                    asked.cancel()
+                writer.close()
+        if not has_begun:
+            document = plain_problem(503, "the process that answers this request isn't ready")
+            await answer(send, 503, encoded(document), headers_of(503))
+
+
+async def _hand_over(receive: Receive, writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        _write(writer, await receive())
+        await writer.drain()
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """Yield a socket for forwarded requests. Only one process of a home has it: the one with the role `serve`."""
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+        yield listener
+    path.unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def answering(
+    application: Application, listener: socket.socket, ending: asyncio.Event, drain_s: float
+) -> AsyncIterator[None]:
+    """Answer forwarded requests by an application while the block lasts, then those that have begun.
+
+    Args:
+        listener: as `listening` yields it.
+        ending: as in each request's scope.
+        drain_s: how long these may take.
+    """
+    tasks: set[asyncio.Task[Any]] = set()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "it is one"
+        tasks.add(task)
+        try:
+            with suppress(ConnectionError):
+                facts = await _next(reader)
+                if facts is not None:
+                    await _Forwarded(reader, writer, facts, ending).run(application)
+        finally:
+            tasks.discard(task)
+            writer.close()
+
+    server = await asyncio.start_unix_server(connected, sock=listener)
+    try:
+        yield
+    finally:
+        server.close()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=drain_s)
+            for task in late:
+                task.cancel()
+
+
+class _Forwarded:
+    """A forwarded request and its answer."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, facts: _Frame, ending: asyncio.Event
+    ) -> None:
+        headers = [(name, value) for name, value in facts["headers"]]
+        ends = {name: facts[name] and tuple(facts[name]) for name in ("client", "server")}
+        version = {"version": "3.0", "spec_version": "2.3"}
+        self._scope = {**facts, **ends, "headers": headers, "type": "http", "asgi": version, "root_path": ""}
+        self._scope[ENDING] = ending
+        self._reader, self._writer = reader, writer
+        self._events: asyncio.Queue[_Frame] = asyncio.Queue()
+        self._is_asked = self._is_gone = False
+
+    async def run(self, application: Application) -> None:
+        """Have the application answer; if it fails, the answer ends where it is."""
+        listening = asyncio.create_task(self._listen())
+        try:
+            await application(self._scope, self._receive, self._send)
+        except (ClientStalledError, ConnectionError):
+            logger.warning("a forwarded request's client is gone", path=self._scope["path"])
+        except Exception:
+            logger.exception("a request failed", path=self._scope["path"])
+        finally:
+            listening.cancel()
+
+    async def _listen(self) -> None:
+        with suppress(ConnectionError):
+            while (event := await _next(self._reader)) is not None:
+                self._is_asked = False
+                self._events.put_nowait(event)
+        self._is_gone = True
+        self._events.put_nowait(_GONE)
+
+    async def _receive(self) -> _Frame:
+        if self._events.empty():
+            if self._is_gone:
+                return _GONE
+            if not self._is_asked:  # an application may cancel a call, whose event the next one gets
+                self._is_asked = True
+                _write(self._writer, {"type": _RECEIVE, "needs_its_client": self._scope.get(NEEDS_ITS_CLIENT, False)})
+        return await self._events.get()
+
+    async def _send(self, message: _Frame) -> None:
+        if self._is_gone:
+            return
+        body = memoryview(message.get("body", b""))
+        if message["type"] == "http.response.body":
+            more = message.get("more_body", False)
+            for start in range(0, max(1, len(body)), _PIECE_BYTES):
+                piece = body[start : start + _PIECE_BYTES]
+                ends_later = more or start + _PIECE_BYTES < len(body)
+                _write(self._writer, {"type": message["type"], "body": piece, "more_body": ends_later})
+                await self._writer.drain()
+        else:
+            _write(self._writer, message)
+
+
+def _write(writer: asyncio.StreamWriter, frame: _Frame) -> None:
+    data = msgspec.msgpack.encode(frame)
+    writer.write(_LENGTH.pack(len(data)) + data)
+
+
+async def _next(reader: asyncio.StreamReader) -> _Frame | None:
+    """Return the next frame; None at the end."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        frame: _Frame = msgspec.msgpack.decode(await reader.readexactly(length))
+    except asyncio.IncompleteReadError:
+        return None
+    return frame
