@@ -148,7 +148,7 @@ def filled(stage: Stage, rows: int, wide: int = 1000) -> None:
 def test_a_table_that_is_written_without_a_pause_is_finished_and_the_stream_waits_for_it(stage: Stage) -> None:
     filled(stage, 2000)
     told: list[CaptureProgress] = []
-    stage.config = replace(stage.config, copy_rate=lambda: 1 << 19)
+    stage.config = replace(stage.config, copy_rate=lambda: 1 << 19, held_patience_s=60)
     with written_without_a_pause(stage, "bag"):
         running = stage.start(on_progress=told.append)
         wait_until(lambda: any(p.copies.get(TABLE, {}).get("holds_stream") for p in told), "the stream is held")

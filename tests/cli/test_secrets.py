@@ -100,6 +100,7 @@ def assert_unsaid(password: str, said: str) -> None:
 @example(("PASSWORD", "s3://bucket/dbuser=app&password=PASSWORD"))
 @example(("PASSWORD", "host=hpassword=PASSWORD user=app"))
 @example(("PASS WORD", "host=h password=PASS WORD user=app"))
+@example(("00000J", "/ost=127.0.0.1 port=1 user=app password='00000J' dbname=db"))
 @settings(max_examples=examples(600), deadline=None)
 def test_an_address_is_shown_without_its_password(drawn: tuple[str, str]) -> None:
     password, text = drawn

@@ -150,7 +150,8 @@ def mask_address(text: str) -> str:
     keywords = split_keywords(text)
     if keywords is not None:
         return _masked_keywords(text, keywords)
-    return text if _FOLDER.match(text) and "//" not in text else MASK
+    is_folder = _FOLDER.match(text) and "//" not in text and not _SECRET_WITHIN.search(text)
+    return text if is_folder else MASK
 
 
 def mask_path(url: str) -> str:
