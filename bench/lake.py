@@ -172,9 +172,9 @@ def history_cost() -> Iterator[Figure]:
             goal="<= 1.2",
             rows=large,
             size_bytes=large * _ROW_BYTES,
-            note=f"for {changes:,} changed rows, the time of append_history (the table opened, rows converted, Parquet written, committed) and"
+            note=f"for {changes:,} changed rows, the time of a landing (the table opened, rows converted, Parquet written, committed) and"
             f" of reading the tail since the last fold as `query` does (table opened, files chosen by statistics, 10 such batches read), a row;"
-            f" history of {large:,} records beside one of {small:,}: one Parquet file of {small:,} records, written by append_history, and links"
+            f" history of {large:,} records beside one of {small:,}: one Parquet file of {small:,} records, written by a landing, and links"
             " to it under other names, committed with the statistics that such files would have (`seq` ascending from file to file), 20 a"
             " commit, with Delta's own checkpoints; nothing reads those files",
         )

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current import fold_table
-from millstream.lake.history import append_history
+from millstream.lake.history import commit_records, write_records
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
@@ -78,7 +78,8 @@ class Lake:
             days = pa.repeat(pa.scalar(at.date(), pa.date32()), len(ids))
             batch = batch.set_column(place, batch.schema.field(place), days)
         self.n = Seq(self.n + len(ids))
-        commit = append_history(self.layout, ACCOUNTS, [batch], self.n)
+        written = write_records(self.layout, ACCOUNTS, [batch], self.n)
+        commit = commit_records(self.layout, [written], self.n)
         if cut:
             moment = at or datetime.now(UTC)
             commit_cut(self.layout, self.n, [commit], committed_at=moment, commit_ts_max=at)

@@ -7,16 +7,17 @@ from contextlib import contextmanager
 
 from pyspark.sql import SparkSession
 
-from millstream.spark.session import SparkOptions, open_session, stop_session
+from millstream.spark.session import SparkOptions, open_context
 
 
 @contextmanager
 def session(options: SparkOptions) -> Iterator[SparkSession]:
     """Yield a session, and stop it at the end unless it was there before."""
     is_own = SparkSession.getActiveSession() is None
-    opened = open_session(options)
+    open_context(options)
+    opened = SparkSession.builder.getOrCreate()
     try:
         yield opened
     finally:
         if is_own:
-            stop_session(opened)
+            opened.stop()
