@@ -62,7 +62,7 @@ def drawn_and_nextval() -> Iterator[Figure]:
             goal="reported",
             rows=0,
             size_bytes=0,
-            note=f"{WRITERS} writers draw {GROUP} numbers at a time for {_drawing_s():.0f} s, each draw durable and with the writer's position; the peer is as many"
+            note=f"{WRITERS} writers draw {GROUP} numbers at a time for {_drawing_s():.0f} s, each draw with the writer's position, from numbers that are reserved durably; the peer is as many"
             " clients that draw as many a round trip, by nextval over generate_series; PostgreSQL 18 with fsync over a Unix socket, clients are threads of one process",
         )
 

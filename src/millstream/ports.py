@@ -127,8 +127,9 @@ class SeqReservations(Protocol):
 class SequenceStore(Protocol):
     """The state that several writers of one stream share: `protocol.sequencer.Ledger`, with its own clock and leases.
 
-    Each call is one atomic, durable step. If a call raises `CatalogError`, its
-    outcome is unknown: the step may have been executed, or may be executed later.
+    Each call is one atomic, durable step. Only a draw may be undone by a crash of the store, as may later draws:
+    unless other writers count its position, or a step of another kind follows it. Its numbers aren't given again.
+    If a call raises `CatalogError`, its outcome is unknown: the step may have been executed, or may be executed later.
 
     Raises (from the steps):
         StaleEpoch: a newer incarnation has taken over; nothing was changed.

@@ -13,12 +13,14 @@ import pytest
 
 from millstream.errors import CatalogError, MillstreamError
 from millstream.model.ids import Epoch, WriterId
-from millstream.model.positions import Seq, SeqRange
+from millstream.model.positions import SEQ_MAX, Seq, SeqRange
 from millstream.ports import Announcements, Clock, SequenceStore
 from millstream.protocol.sequencer import Announcement, Drawn, Ledger, LedgerView, Registration, WriterEntry
 from millstream.testing.clock import ManualClock
 
 _NO_EPOCH: Final = Epoch(0)
+_BLOCK: Final = 20
+"""Numbers reserved at a time: few, so that draws often pass what is reserved."""
 _Told = TypeVar("_Told")
 MakeStore: TypeAlias = Callable[[float], SequenceStore]
 
@@ -35,6 +37,9 @@ class MemorySequenceStore:
 
     def __init__(self, clock: Clock | None = None, *, lease_s: float = 5.0) -> None:
         self.ledger = Ledger()
+        self._unflushed = [self.ledger]
+        """The ledgers that a crash may leave: the newest that is flushed, and those after it."""
+        self._ceiling = Seq(0)
         self._clock = ManualClock() if clock is None else clock
         self._lease_us = round(lease_s * 1e6)
         self._lock = threading.Lock()
@@ -58,6 +63,13 @@ class MemorySequenceStore:
         """Draw numbers, as the port requires."""
         timed = {"now_us": self._now_us(), "lease_us": self._lease_us}
         return self._step(Drawn, "draw", writer, epoch, count, position=position, **timed)
+
+    def crash(self, chance: random.Random) -> None:
+        """Crash as PostgreSQL does: the newest draws may be forgotten, and numbers go on above the reserved ones."""
+        with self._lock:
+            kept = chance.choice(self._unflushed)
+            self.ledger = replace(kept, newest=max(kept.newest, self._ceiling))
+            self._unflushed = [self.ledger]
 
     def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
         """Return the last range, as the port requires."""
@@ -99,10 +111,25 @@ class MemorySequenceStore:
                 self.ledger, told = done
             else:
                 self.ledger, told = (done, None) if isinstance(done, Ledger) else (self.ledger, done)
+            self._flush_unless(step == "draw", told)
             if fails == "after":
                 raise CatalogError(f"{step}: the reply was lost", code="catalog_busy")
             assert isinstance(told, kind)
             return told
+
+    def _flush_unless(self, is_draw: bool, told: object) -> None:
+        before = self._unflushed[-1]
+        self._unflushed.append(self.ledger)
+        if is_draw:
+            assert isinstance(told, Drawn)
+            joined = any(
+                now.phase is not then.phase for now, then in zip(self.ledger.writers, before.writers, strict=True)
+            )
+            if told.given.last <= self._ceiling and not joined and told.elsewhere == SEQ_MAX:
+                return
+            if told.given.last > self._ceiling:
+                self._ceiling = Seq(told.given.last + _BLOCK)
+        self._unflushed = [self.ledger]
 
 
 class UnreliableAnnouncements:

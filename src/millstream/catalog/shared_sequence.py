@@ -3,7 +3,8 @@
 Each step is the one of `protocol.sequencer.Ledger`, taken on locked rows: a transaction loads the writers, lets the
 pure machine decide, and writes back the one row that changed. Only a draw is all SQL (`draw_numbers`, created by
 migration 0001), because it comes once a commit group. The newest number is the sequence's: it moves
-by `setval` alone, a range at a time, so that every reader sees the end of a range.
+by `setval` alone, a range at a time, so that every reader sees the end of a range. A draw waits for no flush: numbers
+are reserved a million at a time, and after a crash of the server they go on above what was reserved (`newest_number`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ LEASE_S: Final = 5.0
 """How long a writer lives without a report: it reports with each group, and several times a lease while it is idle."""
 _NO_EPOCH: Final = Epoch(0)
 _CLOCK: Final = text("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
+_NEWEST: Final = f"SELECT newest FROM {CATALOG_SCHEMA}.newest_number(:stream)"
 _SETTINGS: Final = (
-    "SELECT s.increment_by, s.cycle, s.cache_size, s.min_value, s.max_value, s.data_type::text, c.relpersistence, coalesce(s.last_value, 0)"
+    "SELECT s.increment_by, s.cycle, s.cache_size, s.min_value, s.max_value, s.data_type::text, c.relpersistence"
     " FROM pg_sequences s JOIN pg_class c ON c.relname = s.sequencename JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = s.schemaname"
     " WHERE s.schemaname = :schema AND s.sequencename = :name"
 )
@@ -202,12 +204,8 @@ class PostgresSequenceStore:
     def _load(self, connection: Connection, *, with_newest: bool = True) -> Ledger:
         """Load the newest number first, then the writers: a writer that registers between is given numbers above it."""
         newest = 0
-        if (
-            with_newest
-            and connection.execute(text("SELECT to_regclass(:name)"), {"name": self._named}).scalar() is not None
-        ):
-            value = text("SELECT coalesce(pg_sequence_last_value(CAST(:name AS regclass)), 0)")
-            newest = connection.execute(value, {"name": self._named}).scalar_one()
+        if with_newest:
+            newest = connection.execute(text(_NEWEST), {"stream": str(self._stream)}).scalar_one()
         epoch = connection.execute(select(t.streams.c.epoch).where(t.streams.c.id == str(self._stream))).scalar_one()
         query = select(t.writers).where(t.writers.c.stream == str(self._stream)).order_by(t.writers.c.id)
         return Ledger(Seq(newest), Epoch(epoch), tuple(writer_entry(row) for row in connection.execute(query)))
@@ -274,7 +272,7 @@ class PostgresSequenceStore:
                     given=int(given),
                 )
             return None
-        increment, cycles, cached, low, high, kind, persistence, last = found
+        increment, cycles, cached, low, high, kind, persistence = found
         wrong = [
             what
             for is_wrong, what in (
@@ -295,6 +293,7 @@ class PostgresSequenceStore:
                 + (f" ALTER SEQUENCE {self._named} SET LOGGED;" if persistence != "p" else ""),
                 found=wrong,
             )
+        last = connection.execute(text(_NEWEST), {"stream": str(self._stream)}).scalar_one()
         if last < given:
             raise SequencingError(
                 f"the sequence {self._named} was restarted or set back: it stands at {last}, though numbers up to {given} were given out",

@@ -12,7 +12,9 @@ durable and readable, or never to be. The stream's *persisted_upto* is the same 
 
 Premises
 --------
-1. A store's steps are atomic and durable, and each sees all those before it. Its clock is one clock.
+1. A store's steps are atomic and durable, and each sees all those before it. Its clock is one clock. A crash of the
+   store may undo its newest draws, if no other step came after them and no writer counts their positions; the newest
+   number then goes up, and never back.
 2. A number is given once. Ranges are given whole, one behind the other, so every end of a range is the end of an
    operation.
 3. A writer shows a group to readers (its mark moves) before it calls `finish`; so records that a position covers can
