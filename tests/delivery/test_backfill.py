@@ -102,6 +102,17 @@ def test_tables_and_a_condition_of_the_backfill_select_rows(opened: OpenHome) ->
     assert sorted(one.record["row"]["id"] for one in received(opened, "search")) == [1, 2, 3]
 
 
+def test_tables_of_a_backfill_are_one_pattern_or_several(opened: OpenHome) -> None:
+    """A text was taken for a list of its characters, and a number ended in a bare TypeError."""
+    consumers = opened.consumers("web")
+    consumers.create("search")
+    not_tables: Any = 5
+    with pytest.raises(InvalidValue, match="tables must be patterns of tables, not int"):
+        consumers.backfill("search", tables=not_tables)
+    consumers.backfill("search", tables="items")
+    assert [one.record["row"]["id"] for one in received(opened, "search")] == [1]
+
+
 def test_progress_is_shown_and_another_one_is_refused_while_one_runs(opened: OpenHome) -> None:
     consumers = opened.consumers("web")
     consumers.create("search")

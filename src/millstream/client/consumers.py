@@ -237,8 +237,13 @@ def page_of(after: str | None, limit: int | None) -> dict[str, Any]:
 
 
 def rows_of(tables: Iterable[str] | None, where: str | None) -> dict[str, Any]:
-    """Return the fields of a backfill."""
-    fields = {"tables": None if tables is None else list(tables), "where": where}
+    """Return the fields of a backfill; `InvalidValue` if `tables` isn't a pattern or several."""
+    if tables is not None and not isinstance(tables, Iterable):
+        raise InvalidValue(
+            f"tables must be patterns of tables, not {type(tables).__name__}", hint='Pass a list: ["public.orders"].'
+        )
+    patterns = [tables] if isinstance(tables, str) else tables
+    fields = {"tables": None if patterns is None else list(patterns), "where": where}
     return {name: value for name, value in fields.items() if value is not None}
 
 
