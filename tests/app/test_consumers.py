@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.app.homes import done, run
+from tests.app.homes import done, run, wait_for
 from tests.serving.serving_process import served, web_home
 
 import millstream
@@ -22,6 +22,7 @@ from millstream.delivery.consumer_lookup import Locked
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import DeliveryError, InvalidValue, WriterClosed
 from millstream.home.home import Home
+from millstream.processes.role_locks import holder
 from millstream.testing.errors import coded
 from millstream.writers.home_consumers import HomeConsumers
 
@@ -325,3 +326,10 @@ def test_a_call_that_ctrl_c_interrupts_leaves_the_consumer_usable(
                 next(messages) if is_waiting else consumers.pause("search")
             patched.undo()
         assert consumers.resume("search")["state"] == "active"
+
+
+def test_a_server_delivers_to_the_sink_of_a_consumer_that_a_command_made(home: Path) -> None:
+    """The command had the consumers and ended; the server, which no request asked, left the messages to nothing."""
+    with served(home) as server:
+        done(home, "consumer", "create", "cache", "--stream", "web", "--redis", "redis://127.0.0.1:1/0")
+        wait_for(lambda: holder(Home(home).run_folder, "delivery").get("pid") == server.process.pid)

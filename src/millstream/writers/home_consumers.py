@@ -133,19 +133,24 @@ class HomeConsumers:
                 owner = self._owner() if self._roles.leads_surely(stream) else None
                 if owner is not None:
                     owner.of(stream)
-        if self._home.config.replication.nodes:
-            self._taking = Worker("consumers-take", self._take, every_s=_TAKES_EVERY_S).start()
+        self._taking = Worker("consumers-take", self._take, every_s=_TAKES_EVERY_S).start()
 
     def _take(self) -> bool:
-        """Become the owner once this node leads a stream with consumers: a push needs no call. Return whether to look again."""
+        """Become the owner once this node leads a stream with consumers, and no other process is: a push needs no call.
+
+        Return whether to look again.
+        """
+        has_taken = False
         for stream in with_consumers(self._home):
             with _opening(stream):
                 try:
-                    if self._roles.leads_surely(stream) and self._owner() is not None:
-                        return False  # it opens the streams, and follows the roles from now on
+                    owner = self._owner() if self._roles.leads_surely(stream) else None
+                    if owner is not None:
+                        has_taken = True
+                        owner.of(stream)
                 except WriterClosed:
                     return False
-        return True
+        return not has_taken
 
     def _copied(self, stream: str) -> CopiedConsumers:
         with self._lock:
