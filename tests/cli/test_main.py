@@ -575,12 +575,12 @@ def test_doctor_has_no_script_for_a_source_that_can_not_be_asked(tmp_path: Path)
     assert "no statements for the source of shop, because the check failed" in done.stderr
 
 
-def test_a_table_in_history_only_is_wrong_and_not_said_to_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_in_history_only_is_a_note_and_not_said_to_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     from millstream.app.doctor import Diagnosis
     from millstream.cli.doctor import _print_diagnosis
 
     for blocks in ("source", "table", "current", "nothing"):
         _print_diagnosis(Diagnosis("source of shop", "code", blocks, blocks))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["wrong", "wrong", "wrong", "note"]
+    assert [line.split()[0] for line in lines] == ["wrong", "wrong", "note", "note"]
     assert ["stops the" in line for line in lines] == [True, True, False, False]
