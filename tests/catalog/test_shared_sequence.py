@@ -161,8 +161,9 @@ def test_numbers_go_on_above_those_of_draws_that_a_crashed_server_forgot(is_rest
                 os.kill(connection.info.backend_pid, signal.SIGKILL)
                 with suppress(psycopg.OperationalError):
                     connection.execute("SELECT pg_sleep(60)")
-        with pytest.raises(CatalogError):
-            store.draw(mine.writer, mine.epoch, 5, position=Seq(0))
+        with suppress(CatalogError):
+            while True:  # the server ends its other processes a little later
+                given = store.draw(mine.writer, mine.epoch, 5, position=Seq(0)).given.last
         store.check()
         with catalog.database.read() as connection:
             kept = connection.execute(text(f"SELECT last_value FROM {_sequence(stream)}")).scalar_one()
