@@ -52,6 +52,23 @@ def test_a_name_of_other_schemas_alone_is_answered_with_all_it_may_mean(
     assert caught.value.hint == 'Name its schema too: "Old".orders or sales.orders.'
 
 
+@pytest.mark.parametrize("namespace", ["memory", "system", "temp", "Memory"])
+def test_a_schema_named_like_a_database_of_duckdb_hides_no_other_table(
+    layout: LakeLayout, orders: TableSchema, records: Records, namespace: str
+) -> None:
+    odd = replace(orders, table_id=TableId(9), namespace=namespace)
+    land(layout, 2, {orders: records(orders, ("c", 1, {"id": 1})), odd: records(odd, ("c", 2, {"id": 2}))}, fold=True)
+    with LakeSession(layout) as session:
+        assert session.query("SELECT id FROM orders").to_pydict() == {"id": [1]}
+        assert session.query(f'SELECT id FROM __millstream."{namespace}".orders').to_pydict() == {"id": [2]}
+        assert session.query(f'SELECT id FROM history."{namespace}.orders"').to_pydict() == {"id": [2]}
+        if namespace.lower() == "memory":
+            assert session.query(f'SELECT id FROM "{namespace}".orders').to_pydict() == {"id": [2]}
+        else:
+            with pytest.raises(InvalidQuery, match=r"__millstream\."):
+                session.query(f'SELECT id FROM "{namespace}".orders')
+
+
 @pytest.mark.parametrize(("source", "hint"), [(0, "with a key in [streams.shop.keys]"), (3, "Give it a primary key")])
 @pytest.mark.parametrize("table", ["public.orders", 'scd2."public.orders"'])
 def test_a_table_without_a_key_is_answered_with_the_way_to_rows(

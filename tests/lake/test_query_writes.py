@@ -36,6 +36,8 @@ WRITES = {
     "SECRET": "CREATE PERSISTENT SECRET s (TYPE http, BEARER_TOKEN 't')",
     "INSTALL": "INSTALL httpfs",
     "LOAD": "LOAD '{target}'",
+    "UPDATE EXTENSIONS": "UPDATE EXTENSIONS",
+    "EXPLAIN UPDATE EXTENSIONS": "EXPLAIN UPDATE EXTENSIONS",
     "temp_directory": "SET temp_directory = '{target}'",
     "profile_output": "SET profile_output = '{target}'",
     "profiling_output": "PRAGMA profiling_output = '{target}'",

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     import duckdb
 
 
+_DATABASE: Final = "__millstream"
+"""DuckDB's own is called `memory`, and a statement can't name a schema of that name while there is such a database."""
+
+
+def path_of(namespace: str, name: str) -> str:
+    """Return a view's full path: without the database, no schema could be called `system` or `temp`."""
+    return f"{_DATABASE}.{quote(namespace)}.{quote(name)}"
+
+
 def names(columns: Sequence[str]) -> str:
     """Return a list of columns for a SELECT."""
     return ", ".join(map(quote, columns))
@@ -107,8 +116,8 @@ class Engine:
         import duckdb
 
         try:
-            self.connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(namespace)}")
-            self.connection.execute(f"CREATE VIEW {quote(namespace)}.{quote(name)} AS {sql}")
+            self.connection.execute(f"CREATE SCHEMA IF NOT EXISTS {_DATABASE}.{quote(namespace)}")
+            self.connection.execute(f"CREATE VIEW {path_of(namespace, name)} AS {sql}")
         except duckdb.CatalogException as error:
             raise LakeError("differs from another table only by case: use one of the two in a statement") from error
 
@@ -120,12 +129,12 @@ class Engine:
             [namespace, name],
         )
         for schema, view in found.fetchall():
-            self.connection.execute(f"DROP VIEW {quote(schema)}.{quote(view)}")
+            self.connection.execute(f"DROP VIEW {path_of(schema, view)}")
 
     def drop_view(self, namespace: str, name: str) -> None:
         """Drop one view, if there is one of that name in the schema."""
         if self.has_view(namespace, name):
-            self.connection.execute(f"DROP VIEW {quote(namespace)}.{quote(name)}")
+            self.connection.execute(f"DROP VIEW {path_of(namespace, name)}")
 
     def has_view(self, namespace: str, name: str) -> bool:
         """Whether there is a view of that name."""
@@ -143,10 +152,12 @@ class Engine:
         return frozenset(str(word) for (word,) in found.fetchall())
 
     def forget_views(self) -> None:
-        """Drop all views."""
-        found = self.connection.execute("SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal")
+        """Drop all views; registered data, which are temporary views, stays."""
+        found = self.connection.execute(
+            "SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal AND NOT temporary"
+        )
         for namespace, view in found.fetchall():
-            self.connection.execute(f"DROP VIEW {quote(namespace)}.{quote(view)}")
+            self.connection.execute(f"DROP VIEW {path_of(namespace, view)}")
 
     def statements(self, sql: str) -> list[str]:
         """Return the statements of a text, each of which only reads; raises `InvalidQuery` as `reading_statements`."""
@@ -235,7 +246,13 @@ def _connect(scratch: str, bounds: QueryBounds | None, files: HandedFiles) -> du
             "temp_directory": scratch,
         },
     )
-    connection.execute(f"CREATE SCHEMA {quote(DEFAULT_SCHEMA)}")
+    for statement in (
+        f"ATTACH ':memory:' AS {_DATABASE}",
+        f"USE {_DATABASE}",
+        "DETACH memory",
+        f"CREATE SCHEMA {quote(DEFAULT_SCHEMA)}",
+    ):
+        connection.execute(statement)
     connection.register_filesystem(file_system(files))
     for setting in (
         *(() if bounds is None else bounds.settings()),

@@ -41,7 +41,7 @@ from millstream.lake.known_tables import (
     where_they_land,
 )
 from millstream.lake.layout import MESSAGES, LakeLayout, has_current, without_rows
-from millstream.lake.query.duckdb_connection import Engine
+from millstream.lake.query.duckdb_connection import Engine, path_of
 from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_sql import MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes, names_written
@@ -479,7 +479,7 @@ class LakeSession(Closing):
         ):
             if self._engine.has_view(schema, old):
                 self._engine.view(
-                    known.namespace if schema == namespace else schema, new, f"FROM {quote(schema)}.{quote(old)}"
+                    known.namespace if schema == namespace else schema, new, f"FROM {path_of(schema, old)}"
                 )
 
     def _make_empty(self, known: KnownTable, schema: TableSchema) -> None:

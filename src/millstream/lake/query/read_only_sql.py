@@ -35,17 +35,25 @@ def reading_statements(connection: duckdb.DuckDBPyConnection, sql: str) -> list[
     try:
         found = connection.extract_statements(sql)
         for statement in found:
-            kind, text = statement.type, statement.query
+            kind, text = _kind(statement), statement.query
             if kind is duckdb.StatementType.EXPLAIN:
                 text = _EXPLAINED.sub("", text, count=1)
                 inner = connection.extract_statements(text)
-                kind = inner[0].type if len(inner) == 1 else kind
+                kind = _kind(inner[0]) if len(inner) == 1 else kind
             allowed = kind in {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI}
             if not allowed or _may_copy(connection, text):
                 raise InvalidQuery(f"the lake is read only: {' '.join(text.split())[:80]}", hint=READ_ONLY_HINT)
     except duckdb.Error as error:
         raise InvalidQuery(str(error)) from error
     return [statement.query for statement in found]
+
+
+def _kind(statement: duckdb.Statement) -> duckdb.StatementType | None:
+    """Return a statement's kind; None if DuckDB's Python lacks its name, as for UPDATE EXTENSIONS."""
+    try:
+        return statement.type
+    except ValueError:
+        return None
 
 
 def _may_copy(connection: duckdb.DuckDBPyConnection, statement: str) -> bool:
