@@ -25,7 +25,7 @@ from millstream.errors import StaleEpoch
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import Seq, SeqRange, StreamToken
 from millstream.protocol.sequencer import Ledger, LedgerView, Registration, WriterNumbers, WriterPhase
-from millstream.protocol.sequencer.in_flight import InFlight
+from millstream.protocol.sequencer.persisted_upto import InFlight
 
 ASKED, HELD, WRITTEN, SETTLED = "asked", "held", "written", "settled"
 HERE = "home"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.replica.follower_marks import is_newer, moves
-from millstream.wal.visible_cut import stream_cut
 
 SHARDS = (ShardId(0), ShardId(1), ShardId(2))
 START = DurableMark(

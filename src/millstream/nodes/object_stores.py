@@ -26,10 +26,10 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, Document, Hello, NodeName
 from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, Lineage, Rank, RoleFact
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.replica_log import ReplicaEnd, ReplicaLog
-from millstream.wal.visible_cut import stream_cut
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

@@ -14,13 +14,13 @@ from millstream.nodes.home_identity import instance_of
 from millstream.nodes.staleness import has_followed_since_boot
 from millstream.processes.role_locks import holder, once_let_go
 from millstream.protocol.replication.promises_and_fencing import Promise, Role
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.durable_mark import read_dropped
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import list_shards, shard_folder
 from millstream.wal.replica.replica_log import ReplicaLog
 from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.shard_locks import lock_shards
-from millstream.wal.visible_cut import stream_cut
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

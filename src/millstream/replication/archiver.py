@@ -21,11 +21,11 @@ from millstream.ports import FollowerLink
 from millstream.protocol.replication.leader_events import Heard, StoredUpto
 from millstream.protocol.replication.leader_machine import is_covered
 from millstream.protocol.replication.promises_and_fencing import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.replication.object_store.transport import ObjectStoreTransport, StoredState
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.set_aside import ends_behind
 from millstream.wal.replica.ship_source import ShipSource
-from millstream.wal.visible_cut import stream_cut
 from millstream.wal.writing.session_file import covered_in
 from millstream.workers import Worker
 

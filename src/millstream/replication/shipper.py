@@ -31,9 +31,9 @@ from millstream.protocol.replication import leader_events as events
 from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.protocol.replication.leader_machine import FollowerProgress, Leader, LinkPhase
 from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, RoleFact
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.ship_source import LogMarks, ShipSource, durable_marks
-from millstream.wal.visible_cut import stream_cut
 from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.ship")

@@ -5,7 +5,7 @@ never a file's length. The mark file isn't fsynced each time. Its content was tr
 an older mark (after a power cut) only shows less.
 
 With several shards, a writer first moves the positions of all marks (with the new group number and
-the old `persisted_upto`), then `persisted_upto` of all. `visible_cut` finds what all of them show,
+the old `persisted_upto`), then `persisted_upto` of all. `stream_cut` finds what all of them show,
 in whatever state a reader meets them. That includes the state after a power cut, with one shard's
 new mark and another's old one. With several writers in a folder, an idle writer's mark moves too.
 The mark of a writer that left shows that it has nothing in flight.

@@ -17,6 +17,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.frame_index import OnDamage, damage
 from millstream.wal.layout import SegmentFile, list_segments, shard_folder
 from millstream.wal.misplacement import split_misplaced, stream_of
@@ -31,7 +32,6 @@ from millstream.wal.segment_scan import (
     reader_of,
     scan_segment,
 )
-from millstream.wal.visible_cut import stream_cut
 
 
 @dataclass(slots=True)

@@ -16,12 +16,12 @@ from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken
 from millstream.ports import Files
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.durable_mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable
 from millstream.wal.frame_index import OnDamage
 from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.marks_from_frames import marks_of_whole_groups
 from millstream.wal.segment_scan import ScannedFrame, scan_segment
-from millstream.wal.visible_cut import stream_cut
 
 
 class ReadableRange:

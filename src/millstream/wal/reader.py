@@ -21,6 +21,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema, is_definition
 from millstream.ports import Files
+from millstream.protocol.sequencer.persisted_upto import writer_cuts
 from millstream.wal.files import RealFiles
 from millstream.wal.frame_index import NewestSchema, OnDamage, ShardIndex, has_numbers, load_newest, overlaps
 from millstream.wal.layout import SegmentFile, shard_folder
@@ -41,7 +42,6 @@ from millstream.wal.reading.table_records import TablePart, TableRecords, sum_of
 from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_scan import ScannedFrame
 from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch
-from millstream.wal.visible_cut import writer_cuts
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 

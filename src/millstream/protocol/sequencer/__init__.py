@@ -1,7 +1,8 @@
 """Many writers, one order: which writer may give out a number, and up to where every number of a stream is decided.
 
-Three machines, none of which does I/O:
+Four machines, none of which does I/O:
 
+- `EmbeddedNumbers`: the numbers of a stream with one writer, as most homes have it. The rest is for several.
 - `Ledger`: the store's state of a stream. Each of its methods is one atomic step of the store, whatever the store is
   made of.
 - `WriterNumbers`: one writer incarnation's own numbers: in flight, ended, and the position that follows from them.
@@ -53,8 +54,9 @@ Rules that follow, each held by a test that fails without it:
 
 from __future__ import annotations
 
+from millstream.protocol.sequencer.announcements import Announcement
 from millstream.protocol.sequencer.embedded import RESERVE_BLOCK, EmbeddedNumbers
-from millstream.protocol.sequencer.order_among_writers import (
+from millstream.protocol.sequencer.ledger import (
     Drawn,
     Ledger,
     Registration,
@@ -62,7 +64,7 @@ from millstream.protocol.sequencer.order_among_writers import (
     WriterPhase,
     check_count,
 )
-from millstream.protocol.sequencer.persisted_upto import Announcement, LedgerView
+from millstream.protocol.sequencer.persisted_upto import LedgerView
 from millstream.protocol.sequencer.writer_numbers import WriterNumbers
 
 __all__ = [

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 from millstream.model.positions import SEQ_MAX, Seq, SeqRange
-from millstream.protocol.sequencer.in_flight import InFlight
+from millstream.protocol.sequencer.persisted_upto import InFlight
 
 RESERVE_BLOCK: Final = 1_000_000
 """Numbers reserved at a time: at a million records a second the catalog is asked once a second, and a restart skips

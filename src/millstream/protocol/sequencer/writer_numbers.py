@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import NO_NUMBERS, Seq, SeqRange
-from millstream.protocol.sequencer.in_flight import InFlight
+from millstream.protocol.sequencer.persisted_upto import InFlight
 
 
 class WriterNumbers:

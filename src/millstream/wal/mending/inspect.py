@@ -25,6 +25,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.durable_mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import (
@@ -54,7 +55,6 @@ from millstream.wal.segment_scan import (
     scan_like,
     scan_segment,
 )
-from millstream.wal.visible_cut import stream_cut
 
 __all__ = [
     "FrameInfo", "LogStats", "Loss", "PartitionStats", "SegmentInfo", "TableStats", "Verification", "inspect", "ls", "stats", "verify",

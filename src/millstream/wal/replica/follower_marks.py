@@ -18,10 +18,10 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.ports import Files
+from millstream.protocol.sequencer.persisted_upto import common_cut, left_behind, stream_cut
 from millstream.wal.layout import segment_path
 from millstream.wal.replica.verify import ArrivingShard
 from millstream.wal.segment_scan import ReadAhead, reader_of, scan_frames
-from millstream.wal.visible_cut import common_cut, left_behind, stream_cut
 
 NOBODY = WriterId(0)
 """Writer of a shard's mark before its first own one came."""

@@ -29,6 +29,7 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
 from millstream.ports import Clock, Files, WritableFile
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.disk_space import NO_SPACE, check_space
 from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark
 from millstream.wal.files import RealFiles, SystemClock, as_told, check_is_at, is_refused, replacing
@@ -40,7 +41,6 @@ from millstream.wal.replica.verify import ArrivingShard, WholeFrame, footer_star
 from millstream.wal.replica.visibility import ReplicaShown
 from millstream.wal.shard_locks import lock_follower, lock_shards
 from millstream.wal.startup_progress import StartupProgress
-from millstream.wal.visible_cut import stream_cut
 
 
 class ReplicaEnd(NamedTuple):

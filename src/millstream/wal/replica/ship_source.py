@@ -28,13 +28,13 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
 from millstream.ports import Clock, Files
+from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.durable_mark import missing_shards, read_dropped, read_mark, read_marks
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.frame_index import damage, read_header, unreadable
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.misplacement import REPLACED
 from millstream.wal.segment_scan import reader_of
-from millstream.wal.visible_cut import stream_cut
 
 BYTES_MAX: Final = 4 << 20
 _OVERLAP_BYTES: Final = 4096

@@ -11,11 +11,11 @@ from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset
 from millstream.ports import Clock, Files
+from millstream.protocol.sequencer.persisted_upto import left_behind
 from millstream.wal.disk_space import keep_spare
 from millstream.wal.durable_mark import MarkFile
 from millstream.wal.layout import shard_folder
 from millstream.wal.shard_locks import lock_shards
-from millstream.wal.visible_cut import left_behind
 from millstream.wal.writing.recover import Recovered
 from millstream.wal.writing.segment import OpenSegment
 

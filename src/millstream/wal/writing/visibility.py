@@ -23,11 +23,11 @@ from millstream.model.marks import DroppedMark, DurableMark, ShownMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import LOCAL, AckLevel
 from millstream.ports import Files
+from millstream.protocol.sequencer.persisted_upto import common_cut
 from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark, read_shown
 from millstream.wal.layout import list_segments, shard_folder
 from millstream.wal.replica.follower_marks import NOBODY
 from millstream.wal.segment_scan import reader_of
-from millstream.wal.visible_cut import common_cut
 from millstream.wal.writing.recover import Recovered
 
 HIDDEN_MAX: Final = 1024

@@ -1,4 +1,4 @@
-"""One order among the appends of several processes: a writer's next numbers, and the epochs that fence older writers.
+"""The ledger of a stream's writers: the range of numbers that each is given next, and the epochs that fence older ones.
 
 `Ledger` is the store's state of a stream's writers and numbers, with the steps that change it. It is immutable: a step
 returns the ledger after it. The memory store is this very object behind a lock. The PostgreSQL store
