@@ -17,7 +17,8 @@ from sqlalchemy import Connection, Row, select, update
 import millstream.catalog.sql_tables as t
 from millstream.catalog.catalog_part import CatalogPart, lock_stream, now_us
 from millstream.catalog.row_types import TableState
-from millstream.catalog.tables import NAME_TAKEN, fingerprint_of, schema_of
+from millstream.catalog.schema_versions import fingerprint_of, schema_of
+from millstream.catalog.tables import NAME_TAKEN
 from millstream.errors import CatalogError
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import qualified_name
