@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.history import commit_records, write_records
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId

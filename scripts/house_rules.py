@@ -10,6 +10,7 @@
 - `src` starts a thread only as a `Worker`, and replaces a file only by `replacing`: each has one home.
 - No module of a package imports from the package itself, if that imports its modules: two threads that import both at once
   would end with "partially initialized module".
+- A dotted name in a docstring of `src`, such as `wal.reader` or `router.plan`, is one of a module, or of a name that it has.
 - Every room that must stay pure is named in import-linter's contract once it exists.
 """
 
@@ -63,6 +64,23 @@ HOSTS = {
     "www.postgresql.org",
     "www.w3.org",
 }
+DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
+DOTTED = re.compile(r"`(?:millstream\.)?([a-z_]\w*(?:\.\w+)+)(?:\(\))?`")
+FOREIGN = {
+    *("df", "home", "ops"),  # variables in examples
+    *("public", "public_changes", "pg_class"),  # PostgreSQL's schemas and tables
+    *(
+        "max",
+        "min",
+        "retention.ms",
+        "sasl",
+        "security",
+        "spark.driver.extraJavaOptions",
+        "topic",
+    ),  # settings of Kafka and Spark
+    *("alembic.ini", "pg_hba.conf", "sessions.state", "streams", "tags"),  # files, and keys of files
+}
+"""Dotted names in docstrings, or their first words, that aren't names of Python modules."""
 EXAMPLE_DOMAINS = (".example", "example.com", "example.org", ".invalid", ".test")
 
 
@@ -159,6 +177,34 @@ def is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
+def stale_names(sources: dict[Path, str]) -> Iterator[str]:
+    """Yield the dotted names in docstrings whose module, or whose name in it, isn't there: it may have been renamed."""
+    homes: dict[str, set[Path]] = {}
+    for path in sources:
+        for home in (path, *path.parents):
+            homes.setdefault(home.stem, set()).add(home)
+    known = {home for group in homes.values() for home in group}
+    defined = set(re.findall(r"\b(?:class|def|import|as) (\w+)", "\n".join(sources.values())))
+
+    def is_there(first: str, *rest: str) -> bool:
+        places = homes.get(first, set())
+        for part in rest if places else ():
+            inner = {child for place in places for child in (place / part, place / f"{part}.py") if child in known}
+            if not inner:
+                texts = (text for path, text in sources.items() if not places.isdisjoint((path, path.parent)))
+                return any(re.search(rf"\b{part}\b", text) for text in texts)
+            places = inner
+        return bool(places) or first in defined
+
+    for path, text in sources.items():
+        for docstring in DOCSTRING.finditer(text):
+            for found in DOTTED.finditer(docstring[1]):
+                parts = found[1].split(".")
+                if found[1] not in FOREIGN and parts[0] not in FOREIGN and not is_there(*parts):
+                    line = text.count("\n", 0, docstring.start(1) + found.start()) + 1
+                    yield f"{path}:{line}: {found[1]} isn't there; name the module that has it now"
+
+
 def contract_breaches() -> Iterator[str]:
     """Yield the rooms that should be under the contract of purity and are not."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -180,10 +226,14 @@ def folder_breaches() -> Iterator[str]:
 def main() -> int:
     """Print every breach; 1 if there is one."""
     breaches = [*contract_breaches(), *folder_breaches()]
+    sources = {}
     for path, text in tracked_text():
         breaches += line_breaches(path, text)
         if path.suffix == ".py":
             breaches += module_breaches(path, text)
+            if path.is_relative_to("src/millstream"):
+                sources[path.relative_to("src/millstream")] = text
+    breaches += stale_names(sources)
     print("\n".join(breaches), end="\n" if breaches else "")
     return 1 if breaches else 0
 

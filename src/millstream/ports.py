@@ -16,7 +16,7 @@ from millstream.model.operations import Ack, Submitted, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
 from millstream.model.replication import AckLevel, Acknowledgement, Hello, Shipment
 from millstream.model.writes import SessionFacts
-from millstream.protocol.replication.high_water_mark import Holdings
+from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Registration, WriterEntry
 
 

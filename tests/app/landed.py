@@ -19,7 +19,7 @@ from millstream.app.open_home import open_other
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut, last_cut
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.layout import has_current
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq

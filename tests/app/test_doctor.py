@@ -20,7 +20,7 @@ from millstream.app.alerts.alert_file import Kept
 from millstream.app.doctor import Diagnosis, examine
 from millstream.app.status import collect_status, quarantine_of
 from millstream.catalog import TableState
-from millstream.catalog.quarantined_tables import QuarantinedTable
+from millstream.catalog.pipeline_tables import QuarantinedTable
 from millstream.errors import LakeError, LakeTableForeign, MillstreamError, SourceError, TableUndecodable
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home

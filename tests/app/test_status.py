@@ -26,7 +26,7 @@ from millstream.app.open_home import open_other
 from millstream.app.status import collect_status, fold_failures_of, quarantine_of, tables_of
 from millstream.app.table_requests import copy_table, retry_table
 from millstream.catalog import TableState
-from millstream.catalog.quarantined_tables import LastFigures, QuarantinedTable, TableFigures
+from millstream.catalog.pipeline_tables import LastFigures, QuarantinedTable, TableFigures
 from millstream.cli.main import cli
 from millstream.cli.status_and_tables import _consumer_row
 from millstream.errors import CatalogError, CursorExpired, UnknownTable, UsageError

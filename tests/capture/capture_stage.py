@@ -19,9 +19,9 @@ from millstream.capture.config import CaptureConfig, CaptureOutcome
 from millstream.capture.run import run_capture
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import LogError, UnknownTable
+from millstream.model.exact_values import storage_values, text_renderer
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
-from millstream.model.pgtext import storage_values, text_renderer
 from millstream.model.positions import Lsn, Seq, SeqRange, format_lsn
 from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableKind

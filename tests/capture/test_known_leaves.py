@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.capture.leaves.known_leaves import KnownLeaves, LeafColumns
+from millstream.capture.leaves.detached_leaves import KnownLeaves, LeafColumns
 from millstream.capture.leaves.leaf_relations import _grown, _places
 from millstream.capture.source_tables import PartitionFacts, SourceTable
 from millstream.catalog import Catalog

@@ -16,7 +16,7 @@ from millstream.app.status_cache import StatusCache
 from millstream.catalog import Catalog, HomeIdentity, TableState
 from millstream.catalog.hash_ring_history import RingEra, RingEras
 from millstream.catalog.lake_state import lake_state
-from millstream.catalog.quarantined_tables import (
+from millstream.catalog.pipeline_tables import (
     FoldFailures,
     LastFigures,
     QuarantinedTable,

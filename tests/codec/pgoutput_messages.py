@@ -13,7 +13,7 @@ from typing import Final
 
 from tests.codec.reference_messages import UNCHANGED, Unchanged
 
-from millstream.codec.pgoutput.message_parser import (
+from millstream.codec.pgoutput.rare_messages import (
     POSTGRES_EPOCH_US,
     Relation,
 )

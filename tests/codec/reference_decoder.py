@@ -13,7 +13,7 @@ import pyarrow as pa
 from tests.codec import reference_messages as parser
 from tests.codec.reference_messages import UNCHANGED, Row
 
-from millstream.codec.pgoutput.message_parser import Relation
+from millstream.codec.pgoutput.rare_messages import Relation
 from millstream.codec.pgoutput.relations import (
     HEARTBEAT_PREFIX,
     RelationCache,
@@ -25,9 +25,9 @@ from millstream.codec.pgoutput.relations import (
     undecodable,
 )
 from millstream.errors import ProtocolViolation
+from millstream.model.exact_values import parse_texts
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
-from millstream.model.pgtext import parse_texts
 from millstream.model.positions import Lsn
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import TableKind, TableSchema

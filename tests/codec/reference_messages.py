@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.codec.pgoutput import message_parser
-from millstream.codec.pgoutput.message_parser import (
+from millstream.codec.pgoutput import rare_messages
+from millstream.codec.pgoutput.rare_messages import (
     LogicalMessage,
     Relation,
     StreamCommit,
@@ -155,7 +155,7 @@ def parse_message(data: bytes, *, streamed: bool = False) -> Message:
         ProtocolViolation: the bytes are no message of this protocol version.
     """
     if data[:1] in {b"R", b"Y", b"M", b"c"}:
-        return message_parser.parse_message(data, streamed=streamed)
+        return rare_messages.parse_message(data, streamed=streamed)
     reader = _MessageCursor(data)
     kind = reader.u8()
     message: Message

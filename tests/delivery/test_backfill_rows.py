@@ -24,7 +24,7 @@ from millstream.delivery.definition import Definition
 from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut, last_cut
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.layout import LakeLayout, has_current
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, ShardId, TableId

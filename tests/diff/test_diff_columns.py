@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from millstream.diff.column_texts import ComparedColumn, RowTexts, ranges_for
 from millstream.diff.compare import What, differences_of
-from millstream.model.pgtext import array_of, text_renderer
+from millstream.model.exact_values import array_of, text_renderer
 
 UTC = pa.timestamp("us", tz="UTC")
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))

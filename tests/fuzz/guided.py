@@ -18,7 +18,7 @@ from tests.fuzz.harness import INPUT_MAX, ROOT, SECONDS_MAX, corpus
 
 # Machine code is left out: numba can't compile atheris's calls.
 _COMPILED = (
-    "codec.pgoutput._message_scan", "codec.pgoutput._value_parsers", "codec.pgoutput._framing", "capture.copying._text_scan",
+    "codec.pgoutput._row_messages", "codec.pgoutput._value_parsers", "codec.pgoutput._framing", "capture.copying._text_scan",
     "codec.line_protocol._line_scan", "codec.line_protocol._arrange", "codec.line_protocol._floats", "codec.little_endian_words", "codec.line_protocol._names",
     "codec.line_protocol._values",
 )  # fmt: skip

@@ -55,7 +55,7 @@ from millstream.codec.pgoutput import (
     table_schema,
 )
 from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
-from millstream.codec.pgoutput.message_parser import (
+from millstream.codec.pgoutput.rare_messages import (
     Relation,
 )
 from millstream.config.file import load_config
@@ -77,10 +77,10 @@ from millstream.ingest.arrow_stream_decoding import rows_of_arrow
 from millstream.ingest.json_rows import columns_of, rows_of_json, rows_of_lines, valid_columns_of
 from millstream.model.as_of_parsing import parse_as_of
 from millstream.model.durations import duration_s
+from millstream.model.exact_values import INEXACT, array_of, text_parser, text_renderer
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId
 from millstream.model.names import TablePattern, parse_qualified_name
 from millstream.model.operations import FIRST_SHARD
-from millstream.model.pgtext import INEXACT, array_of, text_parser, text_renderer
 from millstream.model.pgtypes import log_type, parse_lake_override
 from millstream.model.positions import Lsn, StreamToken, parse_lsn
 from millstream.model.record_json import to_json

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
-from millstream.protocol.replication.high_water_mark import Holding
+from millstream.protocol.replication.ack_levels import Holding
 from millstream.testing.files import MemoryFiles
 from millstream.wal.replica.acks import AcksFile
 

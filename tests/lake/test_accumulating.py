@@ -22,8 +22,8 @@ from millstream.crdt.accumulating import LogRuns
 from millstream.errors import InvalidValue
 from millstream.export.net_changes import latest_rows, with_latest
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SourceId

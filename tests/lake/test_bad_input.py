@@ -17,7 +17,7 @@ from tests.lake.landing import append_history
 
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -114,7 +114,7 @@ def test_two_streams_never_share_a_table(layout: LakeLayout, orders: TableSchema
 FOLDER_WITH_A_FULL_DISK = """
 import pickle, resource, signal, sys
 from millstream.errors import LakeError
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 layout, schema, n = pickle.load(sys.stdin.buffer)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000))  # no file grows beyond it: writes fail as on a full disk

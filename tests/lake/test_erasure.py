@@ -18,8 +18,8 @@ from tests.lake.test_scd2 import at
 from millstream.errors import LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.data_files import table_in
-from millstream.lake.folded.current import fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import BESIDE, LakeLayout, View

@@ -11,7 +11,7 @@ from tests.lake.landing import append_history
 
 from millstream.errors import LakeConflict
 from millstream.lake.exactly_once import check_unmoved, reached
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.table_format import OpenTable, open_table
 from millstream.model.ids import TableId

@@ -14,8 +14,8 @@ import pytest
 from tests.lake.landing import append_history
 
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
-from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
+from millstream.lake.folded.current_table import fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions, rebuild_versions
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.schema_history import ERAS_MAX, Eras

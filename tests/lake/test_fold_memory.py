@@ -12,8 +12,8 @@ import pytest
 from tests.lake.landing import append_history
 
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import Fold, FoldSizes, begin_fold, fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import Fold, FoldSizes, begin_fold, fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.history import open_history
 from millstream.lake.history_scan import Held
 from millstream.lake.layout import LakeLayout

@@ -25,8 +25,8 @@ from tests.lake.landing import append_history
 from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable, PositionError
 from millstream.lake import history, schema_history
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import FoldSizes, fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import FoldSizes, fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.history import commit_records, open_history, write_records
 from millstream.lake.history_scan import fold_step
 from millstream.lake.layout import LakeLayout
@@ -338,7 +338,7 @@ def test_messages_that_another_program_wrote_into_begin_again_by_the_way_that_th
 WRITER = """
 import pickle, sys
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.history import commit_records, write_records
 layout, schema, batch, n = pickle.load(sys.stdin.buffer)
 commit_records(layout, [write_records(layout, schema, [batch], n)], n)

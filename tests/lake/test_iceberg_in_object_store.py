@@ -19,7 +19,7 @@ from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 from millstream.errors import LakeError, LakeUnavailable, PositionError
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.data_files import TableFiles, probe_storage, storage_of
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, View

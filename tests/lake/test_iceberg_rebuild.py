@@ -25,8 +25,8 @@ from tests.lake.test_scd2 import at
 from millstream.errors import LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake import rebuild as rebuilding
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, View

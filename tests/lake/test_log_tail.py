@@ -19,8 +19,8 @@ from tests.lake.test_scd2 import STORIES, schemas, told_by
 
 from millstream.errors import CorruptWal, InvalidQuery, LakeBehind, OffsetExpired, PositionError, TokenFromFuture
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
-from millstream.lake.folded.scd2 import fold_into_versions, has_versions
+from millstream.lake.folded.current_table import fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions, has_versions
 from millstream.lake.layout import LakeLayout, TableCommit, has_current
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.query.time_travel import TailPart

@@ -21,7 +21,7 @@ from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError
 from millstream.lake import maintenance
 from millstream.lake.commit_cuts import commit_cut, last_cut
-from millstream.lake.folded.current import Fold, begin_fold, fold_table
+from millstream.lake.folded.current_table import Fold, begin_fold, fold_table
 from millstream.lake.history_folder import history_from
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, View

@@ -17,8 +17,8 @@ from tests.lake.landing import append_history
 from millstream.errors import LakeError
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.data_files import table_in
-from millstream.lake.folded.current import FoldSizes, fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import FoldSizes, fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.history import open_history
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.known_tables import KnownTable

@@ -20,8 +20,8 @@ from millstream.errors import LakeConflict
 from millstream.lake.commit_cuts import commit_cut, first_cut
 from millstream.lake.delta.commits import DeltaHandle
 from millstream.lake.file_statistics import bound_of
-from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes, fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId

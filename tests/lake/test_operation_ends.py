@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.lake.landing import append_history
 
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import MaintenanceRules, maintain_table

@@ -16,7 +16,7 @@ from deltalake import DeltaTable
 from tests.lake.landing import append_history
 
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion

@@ -23,7 +23,7 @@ from tests.lake.landing import append_history
 
 from millstream.errors import InvalidQuery, LakeTableForeign, LakeUnavailable, PositionError, TokenFromFuture
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
+from millstream.lake.folded.current_table import fold_table
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import maintain_table
 from millstream.lake.query.query_session import LakeSession
@@ -300,7 +300,7 @@ def test_the_catalog_lists_every_table(layout: LakeLayout, orders: TableSchema, 
 def test_the_executors_part_imports_neither_duckdb_nor_the_catalog():
     names = "duckdb", "sqlalchemy", "numba", "pyspark", "pydantic"
     code = (
-        "import sys, millstream.lake.history, millstream.lake.folded.current, millstream.lake.commit_cuts, millstream.lake.query.query_session\n"
+        "import sys, millstream.lake.history, millstream.lake.folded.current_table, millstream.lake.commit_cuts, millstream.lake.query.query_session\n"
         f"print([n for n in {names!r} if n in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)

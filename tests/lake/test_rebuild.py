@@ -24,8 +24,8 @@ from tests.lake.test_versions import seconds
 
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import FoldSizes, fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import FoldSizes, fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.rebuild import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history

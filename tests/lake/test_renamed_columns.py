@@ -27,8 +27,8 @@ from tests.seeds import Seeds
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeError
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, current_columns, fold_table
-from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
+from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes, current_columns, fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions, rebuild_versions
 from millstream.lake.folded.version_columns import version_columns
 from millstream.lake.history import open_history
 from millstream.lake.iceberg.catalog import catalog_of

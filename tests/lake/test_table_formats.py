@@ -29,8 +29,8 @@ from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUna
 from millstream.lake import history
 from millstream.lake.commit_cuts import CUT_BOUNDS, commit_cut, last_cut
 from millstream.lake.data_files import TableFiles, probe_storage
-from millstream.lake.folded.current import begin_fold, fold_table
-from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
+from millstream.lake.folded.current_table import begin_fold, fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions, rebuild_versions
 from millstream.lake.history import commit_records, open_history, write_records
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.files import address_of

@@ -30,9 +30,9 @@ from tests.lake.test_scd2 import CUTS, MIDNIGHT, STORIES, Told, at, schemas, tol
 
 from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import FoldSizes, fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import FoldSizes, fold_table
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.history_folder import history_from_property
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
@@ -274,7 +274,7 @@ def test_a_fold_that_is_killed_is_there_whole_or_not_at_all_and_leaves_nothing_b
     )
     (tmp_path / "asked").write_bytes(pickle.dumps((layout, orders)))
     program = (
-        "import pickle, sys; from millstream.lake.folded.scd2 import fold_into_versions\n"
+        "import pickle, sys; from millstream.lake.folded.scd2_table import fold_into_versions\n"
         "fold_into_versions(*pickle.load(open(sys.argv[1], 'rb')), 11)\n"
     )
     environment = os.environ | {"MILLSTREAM_FAILPOINTS": point}

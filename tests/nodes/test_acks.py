@@ -25,7 +25,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.operations import Appended
 from millstream.model.positions import Seq
 from millstream.processes.role_locks import RoleLock, holder, writer_role
-from millstream.protocol.replication.high_water_mark import Holding
+from millstream.protocol.replication.ack_levels import Holding
 from millstream.spark.log_sink import SinkOptions
 from millstream.testing.errors import coded
 from millstream.wal.files import RealFiles

@@ -44,9 +44,9 @@ from millstream.model.replication import (
 )
 from millstream.protocol.replication import follower_machine as following
 from millstream.protocol.replication import leader_events
+from millstream.protocol.replication.ack_levels import Holding as HeldBy
+from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.follower_machine import Follower, OwnHolding
-from millstream.protocol.replication.high_water_mark import Holding as HeldBy
-from millstream.protocol.replication.high_water_mark import Holdings
 from millstream.protocol.replication.leader_events import LinkId, ShipOptions
 from millstream.protocol.replication.leader_machine import Leader
 from millstream.protocol.replication.promises_and_fencing import (

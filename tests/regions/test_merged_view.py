@@ -18,7 +18,7 @@ import millstream
 from millstream import failpoints
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
-from millstream.lake.folded.current import FoldSizes
+from millstream.lake.folded.current_table import FoldSizes
 from millstream.lake.maintenance import MaintenanceRules
 from millstream.regions.merged_view import MergedRules, MergedViews
 from millstream.wal.reader import StreamReader

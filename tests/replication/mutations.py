@@ -19,8 +19,8 @@ from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.replication import AckLevel, Acknowledgement
 from millstream.protocol.replication import follower_machine as following
 from millstream.protocol.replication import leader_events
+from millstream.protocol.replication.ack_levels import Holding, Holdings
 from millstream.protocol.replication.follower_machine import Follower
-from millstream.protocol.replication.high_water_mark import Holding, Holdings
 from millstream.protocol.replication.leader_machine import FollowerProgress as Followed
 from millstream.protocol.replication.leader_machine import Leader
 from millstream.protocol.replication.promises_and_fencing import NOBODY, Promise, Rank, RoleFact

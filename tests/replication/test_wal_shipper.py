@@ -17,7 +17,7 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, ByteEnd, Hello, NodeName
 from millstream.ports import LeaderLink
-from millstream.protocol.replication.high_water_mark import Holdings
+from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
 from millstream.replication.flight.address import LeaderAddress
 from millstream.replication.flight.transport import FlightTransport

@@ -58,6 +58,30 @@ def test_a_module_imports_nothing_from_its_own_package(rules: ModuleType) -> Non
 
 
 @pytest.mark.parametrize(
+    ("name", "is_there"),
+    [
+        ("wal.reader", True),
+        ("reader.Stream.read", True),
+        ("millstream.wal.reader.Stream", True),
+        ("wal.Stream", True),
+        ("Stream.read", True),
+        ("public.orders", True),
+        ("replay.Stream", False),
+        ("reader.Log", False),
+        ("wal.writer", False),
+    ],
+)
+def test_a_docstring_names_no_module_that_was_renamed(rules: ModuleType, name: str, *, is_there: bool) -> None:
+    sources = {
+        Path("wal/__init__.py"): "",
+        Path("wal/reader.py"): "class Stream:\n    def read(self): ...\n",
+        Path("lake/replays.py"): f'"""The replay.\n\nSee `{name}`.\n"""\n',
+    }
+    wanted = [] if is_there else [f"lake/replays.py:3: {name} isn't there; name the module that has it now"]
+    assert list(rules.stale_names(sources)) == wanted
+
+
+@pytest.mark.parametrize(
     ("text", "name"),
     [
         ("import threading\nthreading.Thread(target=print).start()\n", "threading.Thread"),

@@ -23,7 +23,7 @@ from millstream import process_metrics
 from millstream.catalog import TableState
 from millstream.errors import LakeConflict
 from millstream.lake.commit_cuts import last_cut
-from millstream.lake.folded.current import FoldSizes
+from millstream.lake.folded.current_table import FoldSizes
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.spark.driver import run_pipeline

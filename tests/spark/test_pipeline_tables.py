@@ -18,7 +18,7 @@ from pyspark import SparkContext
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
-from millstream.catalog.quarantined_tables import FoldFailures, LastFigures, QuarantinedTable, TableFigures
+from millstream.catalog.pipeline_tables import FoldFailures, LastFigures, QuarantinedTable, TableFigures
 from millstream.errors import CatalogError, LakeError, LakeUnavailable, Retry, TokenFromFuture
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import LakeLayout, TableCommit

@@ -22,8 +22,8 @@ from tests.spark.test_other_readers import DELTA, JARS
 
 from millstream.errors import LakeError
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current import fold_table
-from millstream.lake.folded.scd2 import fold_into_versions
+from millstream.lake.folded.current_table import fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.rebuild import make_way

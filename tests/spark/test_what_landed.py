@@ -22,7 +22,7 @@ from tests.spark.lake_run import config_of
 from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.catalog import Catalog
-from millstream.catalog.quarantined_tables import QuarantineFacts
+from millstream.catalog.pipeline_tables import QuarantineFacts
 from millstream.config.model import LogConfig
 from millstream.errors import Retry
 from millstream.home.retention import sweep

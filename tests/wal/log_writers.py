@@ -14,7 +14,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.operations import TableRows, WriteOps, append_operations, append_rows
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.protocol.replication.high_water_mark import Holding, Holdings
+from millstream.protocol.replication.ack_levels import Holding, Holdings
 from millstream.testing.files import MemoryFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogOptions, LogWriter

@@ -18,7 +18,7 @@ from millstream.errors import LogError, UsageError
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckLevel
-from millstream.protocol.replication.high_water_mark import Holding, Holdings
+from millstream.protocol.replication.ack_levels import Holding, Holdings
 from millstream.testing.files import MemoryFiles
 from millstream.wal.replica.acks import FOLLOWERS_MAX, AcksFile, AcksReader
 

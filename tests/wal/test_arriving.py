@@ -13,7 +13,7 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentHeader
 from millstream.errors import Diverged, ShipmentUnreadable
 from millstream.wal.layout import list_segments, shard_folder
 from millstream.wal.replica.recovery import fresh_shard
-from millstream.wal.replica.verify import ArrivingShard, WholeFrame, footer_start
+from millstream.wal.replica.verify_continuity import ArrivingShard, WholeFrame, footer_start
 
 
 @cache

@@ -15,7 +15,7 @@ from tests.app.landed import LandedHome
 from tests.capture.partition_steps import Partitions
 
 from millstream.home.config_mapping import lake_layout
-from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
+from millstream.lake.folded.scd2_table import fold_into_versions, rebuild_versions
 from millstream.testing.oracle import TableRows, current_rows, difference, replay_history, source_rows
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader

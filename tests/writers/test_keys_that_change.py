@@ -10,7 +10,7 @@ from tests.app.landed import LandedHome
 
 from millstream.app.rebuild import rebuild_table
 from millstream.home.config_mapping import lake_layout
-from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
+from millstream.lake.folded.scd2_table import fold_into_versions, rebuild_versions
 from millstream.lake.layout import LakeLayout
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader

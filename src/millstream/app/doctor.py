@@ -1,6 +1,7 @@
 """`doctor`: every problem that would keep a home from running, each with its fix. It changes only caches.
 
-It writes an object of its own into object stores, reads it and deletes it.
+It writes an object of its own into object stores, reads it and deletes it. The checks are `capture.source_checks`
+and `capture.server_checks` of the source and its server, `app.lake_checks` of lakes, `nodes.node_checks` of other nodes.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ class _Work:
     def _perform(self, table: CutTable, request: RebuildRequest) -> None:
         """Carry out a request; the caller holds the pipeline's role."""
         from millstream.lake.commit_cuts import commit_cut, last_cut
-        from millstream.lake.folded.current import fold_table
-        from millstream.lake.folded.scd2 import fold_into_versions
+        from millstream.lake.folded.current_table import fold_table
+        from millstream.lake.folded.scd2_table import fold_into_versions
 
         layout, schema = self.pipeline.layout, self.schemas[table.table_id]
         cut = last_cut(layout)

@@ -271,7 +271,7 @@ def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[s
 
 def folded_views(views: Collection[str], schema: TableSchema) -> list[str]:
     """Return those of some views that are folded of a table's history."""
-    from millstream.lake.folded.scd2 import has_versions
+    from millstream.lake.folded.scd2_table import has_versions
     from millstream.lake.layout import has_current
 
     has = {"current": has_current(schema), "scd2": has_versions(schema)}

@@ -20,7 +20,7 @@ from millstream.app.status_cache import StatusCache
 from millstream.app.status_words import TRIED_AGAIN
 from millstream.app.table_checks import with_checks
 from millstream.catalog.lake_state import lake_state
-from millstream.catalog.quarantined_tables import FoldFailures, LastFigures, QuarantineFacts, TableFigures
+from millstream.catalog.pipeline_tables import FoldFailures, LastFigures, QuarantineFacts, TableFigures
 from millstream.catalog.snapshot import CatalogSnapshot
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home

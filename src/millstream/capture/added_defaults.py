@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millstream.catalog import Catalog
+from millstream.model.exact_values import INEXACT, text_parser
 from millstream.model.ids import StreamId, TableId
-from millstream.model.pgtext import INEXACT, text_parser
 from millstream.model.schema import Column, TableSchema
 
 

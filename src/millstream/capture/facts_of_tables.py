@@ -13,7 +13,7 @@ from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
 
 _KINDS: Final = ("layout", "leaves")
-"""Ends of scopes of the catalog: `rewrite_detection.KnownLayouts` and `leaves.known_leaves.KnownLeaves`."""
+"""Ends of scopes of the catalog: `rewrite_detection.KnownLayouts` and `detached_leaves.KnownLeaves`."""
 
 
 def facts_of_tables(catalog: Catalog, stream: StreamId) -> dict[TableId, dict[str, Any]]:

@@ -57,8 +57,8 @@ from millstream.capture.transient_column_names import (
 )
 from millstream.catalog import Catalog
 from millstream.model.column_rules import Rule, SourceRules
+from millstream.model.exact_values import INEXACT, text_parser
 from millstream.model.ids import StreamId, TableId
-from millstream.model.pgtext import INEXACT, text_parser
 from millstream.model.pgtypes import log_type
 from millstream.model.positions import Lsn
 from millstream.model.records import log_names

@@ -19,7 +19,7 @@ from millstream.capture.column_rules.rows_before_rules import RawPast
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect
 from millstream.capture.copy_or_history_only import copy_or_history_only
-from millstream.capture.leaves.known_leaves import KnownLeaves
+from millstream.capture.leaves.detached_leaves import KnownLeaves
 from millstream.capture.leaves.leaf_relations import LeafRelations
 from millstream.capture.pending_column_renames import PendingDefinitions
 from millstream.capture.source_tables import SourceTable, possible_ancestors

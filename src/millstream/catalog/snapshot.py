@@ -11,13 +11,13 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Connection, Row, Subquery, Table, literal, select
 
 import millstream.catalog.sql_tables as t
+from millstream.catalog.copy_chunks import pauses_scope
 from millstream.catalog.retention_holders import pipeline_position
 from millstream.catalog.row_types import PipelinePosition, SourceRow, StreamRow, TableRow, TableState, WriterRow
 from millstream.catalog.schema_versions import NameOfTable, name_of
 from millstream.catalog.sources import followed_fact, source_row
 from millstream.catalog.store import Catalog
 from millstream.catalog.streams import stream_row, writer_row
-from millstream.catalog.table_copies import pauses_scope
 from millstream.catalog.tables import table_row
 from millstream.model.ids import Epoch, StreamId, TableId
 from millstream.model.positions import Seq

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from millstream.catalog.access_tokens import Tokens
 from millstream.catalog.adopt_from_log import Adoption
+from millstream.catalog.copy_chunks import Copies
 from millstream.catalog.database import BUSY_TIMEOUT_S, CatalogDatabase
 from millstream.catalog.facts import Facts
 from millstream.catalog.retention_holders import Holders
 from millstream.catalog.row_types import HomeIdentity
 from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
-from millstream.catalog.table_copies import Copies
 from millstream.catalog.tables import Tables
 from millstream.closing import Closing
 

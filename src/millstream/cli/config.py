@@ -30,11 +30,11 @@ def config_show(invocation: Invocation, as_json: bool) -> None:
     """Print the effective configuration, secrets masked, with the origin of each value."""
     loaded = invocation.home(needs_source=False).loaded_config
     if as_json:
-        from millstream.config.file import key_text
+        from millstream.config.validation import key_text
 
         print_json([{"key": key_text(p), "value": v, "origin": o} for p, v, o in loaded.effective()])
         return
-    from millstream.config.file import key_text
+    from millstream.config.validation import key_text
 
     sections: dict[tuple[Any, ...], list[str]] = {}
     for path, value, origin in loaded.effective():

@@ -8,17 +8,140 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
+from millstream.config.alerts_model import clashes_of_alerts
 from millstream.config.consumer_model import ConsumerConfig
-from millstream.config.model import LakeConfig, StreamConfig
+from millstream.config.model import Config, LakeConfig, SourceConfig, StreamConfig
 from millstream.config.replication_model import ReplicationConfig
 from millstream.config.routing_model import RoutingSection
 from millstream.config.rule_checks import Clash
+from millstream.config.serving_model import HttpConfig
 from millstream.config.toml_lines import KeyPath
 from millstream.errors import DeliveryError, MillstreamError, UsageError
 from millstream.libpq import is_address
 from millstream.model.addresses import MASK, is_brokers, mask_address, split_url
-from millstream.model.names import TablePatterns, parse_qualified_name
+from millstream.model.ids import check_stream_name, default_name
+from millstream.model.names import TablePatterns, parse_column, parse_qualified_name
 from millstream.model.replication import AckLevel, Reach
+
+_NAME_BYTES_MAX: Final = 63
+"""Bytes of a name in PostgreSQL."""
+
+
+def clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
+    """Yield conflicts between valid settings, and mistakes that only other rooms can detect."""
+    yield from _clashes_of_http(config.http)
+    yield from clashes_of_alerts(config.alerts)
+    slots: dict[tuple[str, str], str] = {}
+    for name, stream in config.streams.items():
+        at: KeyPath = ("streams", name)
+        yield from refusals(at, check_stream_name, name)
+        yield from _clashes_of_source(at, name, stream.source, slots)
+        log = stream.log
+        if log.retention_bytes_max_of(disk) < log.retention_bytes_of(disk):
+            yield (
+                (*at, "log", "retention_bytes_max"),
+                f"{log.retention_bytes_max} is below retention_bytes, {log.retention_bytes}, on this disk of {disk} bytes",
+            )
+        if log.frame_version == 1 and (stream.region or log.shards > 1 or config.writer.name is not None):
+            yield (
+                (*at, "log", "frame_version"),
+                "must be 2 for a stream with a region, several shards or several writers",
+            )
+        yield from _clashes_of_names(at, name, stream)
+        yield from clashes_of_addresses(at, stream)
+        yield from _clashes_of_buffer(at, name, stream, config.writer.name)
+        yield from clashes_of_format(at, stream.lake, is_local=config.spark.is_local)
+        yield from clashes_of_level(at, stream.acks, config.replication)
+        yield from clashes_of_routing(at, name, stream)
+        yield from clashes_of_consumers(at, stream.consumers)
+        yield from clashes_of_regions(at, stream, config.writer.name)
+
+
+def _clashes_of_names(at: KeyPath, name: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
+    from millstream.model.pgtypes import parse_lake_override
+
+    for table, shard in stream.shards.items():
+        yield from refusals((*at, "shards", table), parse_qualified_name, table)
+        if not 0 <= shard < stream.log.shards:
+            yield (
+                (*at, "shards", table),
+                f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)",
+            )
+    for column, kind in stream.types.items():
+        yield from refusals((*at, "types", column), parse_lake_override, kind)
+        try:
+            parse_column(column)
+        except UsageError:
+            yield (*at, "types", column), "must name a column as schema.table.column"
+    for table, key in stream.keys.items():
+        yield from refusals((*at, "keys", table), parse_qualified_name, table)
+        if not key or len(set(key)) < len(key):
+            yield (*at, "keys", table), "must name one column or more, each once"
+
+
+def _clashes_of_buffer(
+    at: KeyPath, name: str, stream: StreamConfig, writer: str | None
+) -> Iterator[tuple[KeyPath, str]]:
+    """Yield those of the write buffer: a stream has its rows from one place."""
+    buffer = stream.buffer
+    if buffer is None:
+        return
+    if stream.source is not None:
+        yield (
+            (*at, "buffer", "role"),
+            f"stream {name} captures a database, whose order its log keeps: it can't {'write to' if buffer.role == 'writes' else 'read from'} a buffer besides",
+        )
+    if stream.routing is not None and stream.routing.sinks:
+        yield (
+            (*at, "buffer", "role"),
+            f"stream {name} has sinks beside its log, and a stream has its rows in one place or takes them from one: give it sinks, or a buffer",
+        )
+    if buffer.role == "reads" and writer is not None:
+        yield (
+            (*at, "buffer", "role"),
+            "a stream that reads from a buffer has one writer: with several, two would take the same operations",
+        )
+
+
+def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield those of the protection of `[http]`."""
+    for one, other in (
+        ("tls_certificate", "tls_key"),
+        ("tls_key", "tls_certificate"),
+        ("client_ca", "tls_certificate"),
+    ):
+        if getattr(http, one) is not None and getattr(http, other) is None:
+            yield ("http", one), f"is nothing without {other}"
+    if http.clients and http.client_ca is None:
+        yield ("http", "clients"), "nobody shows a certificate without client_ca"
+
+
+def _clashes_of_source(
+    at: KeyPath, name: str, source: SourceConfig | None, slots: dict[tuple[str, str], str]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Yield those of a stream's source; `slots` are those of the streams before it."""
+    if source is None:
+        return
+    slot = source.slot or default_name(name)
+    shown = mask_address(source.dsn)  # another password makes no other server
+    other = slots.setdefault((source.dsn if shown == MASK else shown, slot), name)
+    if other != name:
+        yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
+    # PostgreSQL cuts a longer name without an error: both publications would be one.
+    for key, named, of in (
+        ("publication", source.publication or default_name(name), "_inserts"),
+        ("slot", slot, ""),
+    ):
+        most = _NAME_BYTES_MAX - len(of)
+        if len(named.encode()) > most:
+            yield (
+                (*at, "source", key),
+                f"{named} is longer than the {most} bytes that PostgreSQL leaves it: set a shorter one",
+            )
+    try:
+        TablePatterns.parse(source.tables)
+    except MillstreamError as error:
+        yield (*at, "source", "tables"), in_words(error)
 
 
 def clashes_of_routing(at: KeyPath, name: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:

@@ -65,7 +65,7 @@ class RegionState:
     """A replica's state of one table."""
 
     rows: pa.Table
-    """Region rows as `tables.fold` returns them."""
+    """Region rows as `row_merge.fold` returns them."""
     vector: Vector = field(default_factory=dict)
     ends: Ends = field(default_factory=dict)
 
@@ -184,7 +184,7 @@ class ReconciliationEngine:
         return RegionState(state.rows.filter(pa.array(~lost)), vector, ends)
 
     def value(self, state: RegionState, *, at_ns: int | None = None) -> pa.Table:
-        """Return the table that readers see; see `tables.merged`."""
+        """Return the table that readers see; see `row_merge.merged`."""
         return merged(state.rows, self.key, self.merge, at_ns=at_ns)
 
     def dry_run(

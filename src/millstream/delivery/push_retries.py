@@ -1,7 +1,8 @@
 """Moves a consumer's messages to its push sink: sends, repeats, and reports the outcome to the consumer.
 
 A batch that failed waits aside, so that it holds only its own groups. It is repeated with the same messages as long as
-the consumer holds them for it.
+the consumer holds them for it. How long to wait, and which failure is the last, is decided here; the sink judges each answer
+(`sinks.Verdict`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import pyarrow.compute as pc
 
-from millstream.capture.leaves.known_leaves import KnownLeaves, live_leaves
+from millstream.capture.leaves.detached_leaves import KnownLeaves, live_leaves
 from millstream.capture.source_tables import SourceTable
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId

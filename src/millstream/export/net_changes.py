@@ -1,7 +1,7 @@
 """The net changes of rows between two positions: one line a key, for consumers of the latest state (`read_latest`).
 
 Several changes of a row are one: the last record wins. A delete wins over records before it and loses to records
-after it. No lake table is read or written: the rules are those of the fold of `current` (`lake.folded.current`), and
+after it. No lake table is read or written: the rules are those of the fold of `current` (`lake.folded.current_table`), and
 values that a run of records doesn't have are named as unchanged. A partition that left is named by its OID, since the
 keys of its earlier rows aren't known here.
 """

@@ -44,7 +44,7 @@ class HomePaths:
         return self.data / "replication" / f"{stream}.acks"
 
     def role_file(self, stream: str) -> Path:
-        """Return the file of this node's role in a stream: see `replicating.roles`.
+        """Return the file of this node's role in a stream: see `leadership.node_roles`.
 
         A home without the file is alone.
         """

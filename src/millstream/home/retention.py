@@ -37,7 +37,7 @@ def tracker_of(positions: Iterable[PipelinePosition], merges: Mapping[str, Seq] 
     """Return the tracker of a log's holders. Until the home's pipeline has registered, it needs everything.
 
     Args:
-        merges: see `region_holders.merge_needs`.
+        merges: see `region_retention.merge_needs`.
     """
     tracker = Retention([PIPELINE])
     for position in positions:

@@ -1,7 +1,7 @@
 """Log columns to lake columns: types, and values from PostgreSQL's text.
 
 If a lake column's type can't hold a value, the column is null, and `__exact` holds PostgreSQL's text. Capture has
-done the same for the log's columns, by `model.pgtext`.
+done the same for the log's columns, by `model.exact_values`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeError
-from millstream.model.pgtext import INEXACT, array_of, storage_values, text_parser, text_renderer
+from millstream.model.exact_values import INEXACT, array_of, storage_values, text_parser, text_renderer
 from millstream.model.pgtypes import lake_type
 from millstream.model.records import MONTH_COLUMN, TEXT_BY_COLUMN, record_prefix
 from millstream.model.schema import TableSchema

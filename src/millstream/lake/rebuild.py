@@ -23,8 +23,8 @@ from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import TableFiles, erase_folder, storage_of, table_in
-from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
-from millstream.lake.folded.scd2 import rebuild_versions
+from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes, fold_table
+from millstream.lake.folded.scd2_table import rebuild_versions
 from millstream.lake.history import begin_history
 from millstream.lake.history_folder import history_from, history_from_property, lacks_beginning
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, View

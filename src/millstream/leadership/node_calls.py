@@ -52,7 +52,7 @@ class NodeState:
     is_candidate: bool
     """Whether a promotion goes on there."""
     home: str
-    """Id of the answering home (`instances.instance_of`)."""
+    """Id of the answering home (`home_identity.instance_of`)."""
     dropped_upto: Seq
     """The number up to which its log has dropped records; 0: it has everything."""
     stream: StreamId | None

@@ -1,4 +1,4 @@
-"""Whole columns of the log as text and as JSON: `millstream.model.pgtext` by the column.
+"""Whole columns of the log as text and as JSON: `millstream.model.exact_values` by the column.
 
 Arrow's functions render the types that they render as PostgreSQL does; other types go value by
 value. Both ways give the same.
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import InvalidValue
-from millstream.model.pgtext import storage_values, text_renderer
+from millstream.model.exact_values import storage_values, text_renderer
 from millstream.model.schema import Column
 
 JSON_INTEGER_MAX: Final = 2**53

@@ -41,7 +41,7 @@ from millstream.leadership.node_roles import LOOK_EVERY_S, Roles, replication_fo
 from millstream.leadership.promotion_check import hearing_of_promotions, two_leaders
 from millstream.model.ids import RegionId, region_log_name
 from millstream.model.replication import Hello, NodeName, region_node
-from millstream.nodes.backfill import fill, has_log
+from millstream.nodes.fill_from_store import fill, has_log
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.home_identity import instance_of
 from millstream.nodes.object_stores import store_of

@@ -29,7 +29,7 @@ from millstream.nodes.consumers_document import ConsumersDocuments
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.level_document import Terms
 from millstream.private_files import make_folder
-from millstream.protocol.replication.high_water_mark import Holdings
+from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.leader_events import Heard
 from millstream.protocol.replication.leader_machine import LinkPhase
 from millstream.protocol.replication.promises_and_fencing import CONSUMERS_KEY, SESSIONS, Promise, Role, RoleFact

@@ -278,7 +278,7 @@ class _Attempt:
 
     def _fill(self) -> promoting.Event:
         """Fetch what the object store has and this node lacks."""
-        from millstream.nodes.backfill import fill
+        from millstream.nodes.fill_from_store import fill
         from millstream.nodes.object_stores import store_of
 
         with contextlib.closing(store_of(self._home, self._stream)) as store:

@@ -1,4 +1,7 @@
-"""Logging of processes: structlog on stderr, in lines for people, or as JSON lines on request."""
+"""Logging of processes: structlog on stderr, in lines for people, or as JSON lines on request.
+
+Nothing is masked here: the caller masks an address before it logs it, by `model.addresses.mask_address`.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import structlog
 from millstream.backoff import Backoff
 from millstream.crdt.reconcile import RegionState
 from millstream.errors import LakeTableForeign, LogError, MillstreamError
-from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
+from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes
 from millstream.lake.folded.merged import MERGED, REGIONS, MergedFold, MergedOutcome, MergedPlace
 from millstream.lake.maintenance import MaintenanceRules, maintain_files
 from millstream.model.ids import RegionId

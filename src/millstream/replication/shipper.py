@@ -28,7 +28,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
 from millstream.protocol.replication import leader_events as events
-from millstream.protocol.replication.high_water_mark import Holdings
+from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.leader_machine import FollowerProgress, Leader, LinkPhase
 from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, RoleFact
 from millstream.protocol.sequencer.persisted_upto import stream_cut

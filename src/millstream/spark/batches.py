@@ -27,7 +27,7 @@ from pyspark import SparkContext
 from millstream import failpoints, process_metrics
 from millstream.catalog import Catalog
 from millstream.catalog.lake_state import forget_lake_state
-from millstream.catalog.quarantined_tables import QuarantinedTable
+from millstream.catalog.pipeline_tables import QuarantinedTable
 from millstream.errors import LakeUnavailable, may_pass
 from millstream.lake.layout import TableCommit
 from millstream.lake.table_renames import PackedPlaces, places_of

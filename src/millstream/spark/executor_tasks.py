@@ -18,8 +18,8 @@ from millstream import failpoints
 from millstream.errors import MillstreamError, Retry
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.data_files import NewFile
-from millstream.lake.folded.current import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
-from millstream.lake.folded.scd2 import fold_into_versions, rebuild_versions
+from millstream.lake.folded.current_table import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
+from millstream.lake.folded.scd2_table import fold_into_versions, rebuild_versions
 from millstream.lake.history import WrittenRecords, bring_history, write_records
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, TableCommit, View

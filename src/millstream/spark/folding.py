@@ -20,11 +20,11 @@ from pyspark.errors import PySparkException
 
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
-from millstream.catalog.quarantined_tables import QuarantineFacts
+from millstream.catalog.pipeline_tables import QuarantineFacts
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import EngineError, MillstreamError, may_pass
 from millstream.lake.data_files import NewFile
-from millstream.lake.folded.current import FoldPlan
+from millstream.lake.folded.current_table import FoldPlan
 from millstream.lake.layout import View
 from millstream.lake.rebuild import erase_view, make_way
 from millstream.model.ids import TableId

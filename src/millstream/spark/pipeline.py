@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
+from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import MaintenanceRules
 from millstream.model.ids import StreamId, TableId

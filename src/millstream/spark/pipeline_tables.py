@@ -20,7 +20,7 @@ from typing import Final
 from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
-from millstream.catalog.quarantined_tables import FoldFailures, LastFigures, QuarantinedTable, TableFigures
+from millstream.catalog.pipeline_tables import FoldFailures, LastFigures, QuarantinedTable, TableFigures
 from millstream.errors import CatalogError
 from millstream.lake.commit_cuts import Cut, CutTable
 from millstream.lake.layout import TableCommit, View

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from millstream.catalog import Catalog
-from millstream.catalog.quarantined_tables import QuarantinedTable, QuarantineFacts
+from millstream.catalog.pipeline_tables import QuarantinedTable, QuarantineFacts
 from millstream.errors import EngineError, LakeUnavailable, MillstreamError, may_pass
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from millstream.catalog import Catalog
 from millstream.lake.commit_cuts import Cut, CutTable
-from millstream.lake.folded.scd2 import has_versions
+from millstream.lake.folded.scd2_table import has_versions
 from millstream.lake.layout import View, has_current
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.schema import TableSchema

@@ -63,7 +63,7 @@ from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import drop_segments
-from millstream.wal.writing.ack_levels import NOTHING
+from millstream.wal.writing.awaiting_acks import NOTHING
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 _FACTS: Final = "buffer.json"

@@ -44,10 +44,10 @@ from millstream.capture.watched_tables import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import MillstreamError
 from millstream.failpoints import hit
+from millstream.model.exact_values import INEXACT, array_of, text_parser
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
-from millstream.model.pgtext import INEXACT, array_of, text_parser
 from millstream.model.positions import Lsn
 from millstream.model.records import TEXT_BY_COLUMN, Op
 from millstream.model.schema import TableSchema

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.model.exact_values import storage_values, text_renderer
 from millstream.model.ids import TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
-from millstream.model.pgtext import storage_values, text_renderer
 from millstream.model.records import Op
 from millstream.protocol.copy_conflicts import Key, Touch
 

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from millstream.capture.copying.copy_text import chunk_operation, single_row
 from millstream.capture.copying.table_copies import Entry
-from millstream.capture.leaves.known_leaves import Departure
+from millstream.capture.leaves.detached_leaves import Departure
 from millstream.capture.table_directory import TableDirectory
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId

@@ -21,7 +21,7 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import Connection, connect
-from millstream.capture.leaves.known_leaves import KnownLeaves, LeafColumns
+from millstream.capture.leaves.detached_leaves import KnownLeaves, LeafColumns
 from millstream.capture.publication import inserts_name
 from millstream.capture.source_tables import PartitionPlace, SourceTable, insert_lsn, partition_place, read_table
 from millstream.catalog import TableRow

@@ -16,7 +16,7 @@ from millstream.capture.stream import message_kinds as kinds
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.spill import SpillFile, SpillFolder
 from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
-from millstream.codec.pgoutput.message_parser import POSTGRES_EPOCH_US
+from millstream.codec.pgoutput.rare_messages import POSTGRES_EPOCH_US
 from millstream.errors import ProtocolViolation
 from millstream.model.positions import Lsn
 

@@ -25,7 +25,7 @@ from millstream.capture.stream._drain import compile_drain
 from millstream.capture.stream.frames import KEEPALIVE, NAP_US, Block, Frames, is_unencrypted, pass_over
 from millstream.codec.pgoutput import MessageRun
 from millstream.codec.pgoutput._framing import split_copy_data
-from millstream.codec.pgoutput.message_parser import POSTGRES_EPOCH_US
+from millstream.codec.pgoutput.rare_messages import POSTGRES_EPOCH_US
 from millstream.errors import MillstreamError, ProtocolViolation, SourceError
 from millstream.model.positions import Lsn
 

@@ -40,7 +40,7 @@ How capture uses it
 
 from __future__ import annotations
 
-from millstream.codec.pgoutput.message_parser import (
+from millstream.codec.pgoutput.rare_messages import (
     LogicalMessage,
     Relation,
     RelationColumn,

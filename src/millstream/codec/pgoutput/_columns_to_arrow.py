@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import millstream.codec.pgoutput._value_parsers as machine
-from millstream.codec.pgoutput.message_parser import Relation
+from millstream.codec.pgoutput.rare_messages import Relation
 from millstream.codec.pgoutput.relations import decode_text, undecodable
+from millstream.model.exact_values import Inexact, array_of, parse_texts, text_parser
 from millstream.model.floats import FIXED_BELOW_4, FIXED_BELOW_8, HALF_WAY_4, HALF_WAY_8
-from millstream.model.pgtext import Inexact, array_of, parse_texts, text_parser
 from millstream.model.records import TEXT_BY_COLUMN
 
 Bytes = npt.NDArray[np.uint8]

@@ -8,7 +8,7 @@ import numpy as np
 
 from millstream.codec.machine_code import compiled
 
-Array = Any  # as in _message_scan
+Array = Any  # as in _row_messages
 
 WHOLE: Final = 0
 OTHER: Final = 1

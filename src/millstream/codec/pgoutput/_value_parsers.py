@@ -1,7 +1,7 @@
 """Parsers of values in machine code, a column of texts at a time: each value OK, NULL, or BAD.
 
 A value is OK only if its text is exactly what PostgreSQL prints for the number read. Every doubtful
-value is BAD and goes through `millstream.model.pgtext`, which decides. `value_at` and `size` are
+value is BAD and goes through `millstream.model.exact_values`, which decides. `value_at` and `size` are
 the texts' places in the buffer (a size below 0: no text). Bytes are read at unsigned places: for a
 signed one numba checks each time whether it counts from the end, which takes longer than the rest.
 """

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.pgoutput.message_parser import Relation, Type
+from millstream.codec.pgoutput.rare_messages import Relation, Type
 from millstream.errors import ProtocolViolation, TableUndecodable
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.names import qualified_name

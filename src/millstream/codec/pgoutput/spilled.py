@@ -8,7 +8,7 @@ from copy import copy
 
 import numpy as np
 
-from millstream.codec.pgoutput.message_parser import Relation, StreamCommit
+from millstream.codec.pgoutput.rare_messages import Relation, StreamCommit
 from millstream.codec.pgoutput.relations import RelationCache, TableDirectory
 from millstream.codec.pgoutput.runs import MessageRun
 from millstream.codec.pgoutput.transaction_decoder import decode_block, operations_batch

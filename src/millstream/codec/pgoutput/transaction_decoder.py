@@ -1,8 +1,8 @@
 """Runs of messages to operations in machine code: almost no Python for a transaction, a record or a value.
 
-Three passes over the bytes: `_message_scan.scan` finds transactions and records, `_message_scan.arrange` numbers
-them and groups them by table, `_message_scan.walk_rows` records the places of values. Then `_columns_to_arrow` reads
-column by column. Values that machine code isn't sure about go through `model.pgtext`. The tests' oracle
+Three passes over the bytes: `_row_messages.scan` finds transactions and records, `_row_messages.arrange` numbers
+them and groups them by table, `_row_messages.walk_rows` records the places of values. Then `_columns_to_arrow` reads
+column by column. Values that machine code isn't sure about go through `model.exact_values`. The tests' oracle
 (`tests/codec/reference_decoder.py`) decodes message by message in plain Python, and gives equal results.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.pgoutput.message_parser import LogicalMessage, Relation, Type, parse_message
+from millstream.codec.pgoutput.rare_messages import LogicalMessage, Relation, Type, parse_message
 from millstream.codec.pgoutput.relations import (
     HEARTBEAT_PREFIX,
     RelationCache,
@@ -114,7 +114,7 @@ class _ScanResult:
         after: Lsn,
     ) -> _ScanResult:
         """Scan a run, and put its Relation and Type messages into force."""
-        from millstream.codec.pgoutput import _message_scan as machine
+        from millstream.codec.pgoutput import _row_messages as machine
 
         buffer = run.buffer.view()
         buffer.flags.writeable = False  # one version of machine code for all buffers
@@ -172,7 +172,7 @@ class _ScanResult:
 
     def tables(self, directory: TableDirectory, *, first_index: int) -> tuple[tuple[TableRows, ...], Ints]:
         """Return the rows of all captured tables, and the transaction of each operation."""
-        from millstream.codec.pgoutput import _message_scan as machine
+        from millstream.codec.pgoutput import _row_messages as machine
 
         entry_of_slot, entries = self._entries(directory)
         departures = self._settle_truncates(directory, entry_of_slot, entries)
@@ -207,7 +207,7 @@ class _ScanResult:
 
         The last slot is of records that are dropped.
         """
-        from millstream.codec.pgoutput import _message_scan as machine
+        from millstream.codec.pgoutput import _row_messages as machine
 
         first = np.full(len(self.slots) + 1, self.records, np.int64)
         machine.first_uses(self.record_slot, self.records, first)
@@ -269,7 +269,7 @@ def _more_records(run: MessageRun, kinds: npt.NDArray[np.uint8], *, streamed: bo
 
 
 def _violation(fault: int, kind: str) -> ProtocolViolation:
-    from millstream.codec.pgoutput import _message_scan as machine
+    from millstream.codec.pgoutput import _row_messages as machine
 
     said = {
         machine.TOO_SHORT: "is shorter or longer than it says",
@@ -381,7 +381,7 @@ class _EntryRows:
 
         Returns the `__before` column if there are old values, and the number of unchanged values.
         """
-        from millstream.codec.pgoutput import _message_scan as machine
+        from millstream.codec.pgoutput import _row_messages as machine
         from millstream.codec.pgoutput._columns_to_arrow import Texts, text_map
 
         assert self.relation is not None
@@ -439,7 +439,7 @@ class _EntryRows:
 
     def _unchanged(self, size: Ints, count: int, names: pa.Array) -> pa.Array | None:
         """Return the `__unchanged` column; None if all values are there."""
-        from millstream.codec.pgoutput import _message_scan as machine
+        from millstream.codec.pgoutput import _row_messages as machine
         from millstream.codec.pgoutput._columns_to_arrow import validity
 
         if count == 0:

@@ -19,7 +19,7 @@ from millstream.delivery.kafka.debezium_options import DebeziumOptions
 from millstream.delivery.kafka.debezium_values import NULL, PLACEHOLDER, Fragment
 from millstream.delivery.kafka.json_columns import TEXTS, joined, quoted_column
 from millstream.model.column_texts import render_column
-from millstream.model.pgtext import array_elements
+from millstream.model.exact_values import array_elements
 from millstream.model.pgtypes import DECIMAL_DIGITS_MAX, element_oid
 from millstream.model.schema import Column
 

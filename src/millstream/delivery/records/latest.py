@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import RoutingError
+from millstream.model.exact_values import parse_texts
 from millstream.model.ids import SourceId
-from millstream.model.pgtext import parse_texts
 from millstream.model.predicate import Predicate
 from millstream.model.record_filter import row_schema
 from millstream.model.records import Op

@@ -29,9 +29,9 @@ from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.column_conversion import EXACT, conform, same_type
 from millstream.lake.data_files import TableFiles, new_name
 from millstream.lake.file_statistics import boundable
-from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
+from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes
 from millstream.lake.folded.key_leaves import Leaf, Leaves
-from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
+from millstream.lake.folded.touched_leaves import Change, LeafWriter, placed, touched
 from millstream.lake.layout import LakeLayout
 from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.table_format import Commit, NewTable, OpenTable, create_table, format_of, open_table

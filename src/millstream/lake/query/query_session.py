@@ -31,7 +31,7 @@ from millstream.errors import (
     MillstreamError,
 )
 from millstream.lake.commit_cuts import Cut, CutTable, last_cut
-from millstream.lake.folded.current import current_columns
+from millstream.lake.folded.current_table import current_columns
 from millstream.lake.known_tables import (
     KnownTable,
     empty_views,

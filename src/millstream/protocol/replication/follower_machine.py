@@ -1,5 +1,7 @@
 """The follower's side: what is taken from a leader, what is sent to it, and the age of what readers see here.
 
+The leader pushes: which records come next, and how fast, is decided by `leader_machine`.
+
 An event without a line for a phase changes nothing there. `Persist…`: documents and the role, if there are new ones.
 
     | phase              | event                            | effects -> next phase |

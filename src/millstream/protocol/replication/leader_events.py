@@ -15,7 +15,7 @@ from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Hello, NodeName, ReplicaPosition
-from millstream.protocol.replication.high_water_mark import Holdings
+from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.promises_and_fencing import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)

@@ -46,7 +46,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import OBJECT_STORE, Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition
 from millstream.protocol.replication import leader_events as events
-from millstream.protocol.replication.high_water_mark import Holding, Holdings
+from millstream.protocol.replication.ack_levels import Holding, Holdings
 from millstream.protocol.replication.promises_and_fencing import NOBODY, Lineage, Promise, RoleFact, fenced_error
 
 

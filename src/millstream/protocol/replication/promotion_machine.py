@@ -13,7 +13,7 @@
 
 A candidate may win if it has enough promises, its own among them: without one of these nodes no old leader can
 have anything acknowledged at the stream's level, and one of them has everything that was
-(`levels.promises_wanted`). It must also have as much as the node among them that has most (`promises.Rank`). A node
+(`promotion_quorum.promises_wanted`). It must also have as much as the node among them that has most (`promises_and_fencing.Rank`). A node
 doesn't run if it sees another candidate. If two run, the higher promise wins: the nodes that gave the lower
 promise give the higher one as well, or refuse the lower. The lower candidate's promises are too few, or rank
 below in every later contest. With `accept_loss` neither condition holds: `losses` names what may be lost, and

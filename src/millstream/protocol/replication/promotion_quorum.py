@@ -10,7 +10,7 @@ A stream has n nodes, the leader among them. A group that was acknowledged at a 
     |            |                                   |                          | later claim behind each put, before it acknowledges |
 
 The same promises keep an old leader from acknowledging anything at that level: too few nodes are left that take
-anything from it. `protocol.replication.high_water_mark.Holdings` computes how far each level is reached.
+anything from it. `protocol.replication.ack_levels.Holdings` computes how far each level is reached.
 """
 
 from __future__ import annotations

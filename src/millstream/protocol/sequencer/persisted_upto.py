@@ -1,7 +1,7 @@
 """`persisted_upto`: the number up to which every number is durable, or will never be.
 
-- Of one writer's own numbers: `InFlight`, used by `embedded` (the only writer) and `writer_numbers` (one of several).
-- Of all writers at one moment, as the store shows them: `LedgerView`.
+- For one writer and its own numbers: `InFlight`, used by `embedded` (the only writer) and `writer_numbers` (one of several).
+- For all writers at one moment, as the store shows them: `LedgerView`.
 - For readers: `stream_cut`, from the marks of all shards and all writers. A commit group's records lie in several
   shards, whose marks move one after the other. Readers stop at the cut that all of them show, so that they never see a
   part of a group or of a transaction.

@@ -31,7 +31,7 @@ from millstream.replication.object_store.object_names import (
 )
 from millstream.replication.object_store.objects import Objects
 from millstream.wal.layout import list_segments, segment_path, shard_folder
-from millstream.wal.replica.verify import ArrivingShard
+from millstream.wal.replica.verify_continuity import ArrivingShard
 from millstream.wal.segment_scan import reader_of
 
 _PIECE_BYTES: Final = 8 << 20

@@ -25,7 +25,7 @@ from millstream.errors import LogError, UsageError
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
 from millstream.ports import Files
-from millstream.protocol.replication.high_water_mark import Holding, Holdings
+from millstream.protocol.replication.ack_levels import Holding, Holdings
 
 FOLLOWERS_MAX: Final = 64
 VERSION: Final = 1

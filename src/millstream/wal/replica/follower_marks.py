@@ -20,7 +20,7 @@ from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.protocol.sequencer.persisted_upto import common_cut, left_behind, stream_cut
 from millstream.wal.layout import segment_path
-from millstream.wal.replica.verify import ArrivingShard
+from millstream.wal.replica.verify_continuity import ArrivingShard
 from millstream.wal.segment_scan import ReadAhead, reader_of, scan_frames
 
 NOBODY = WriterId(0)

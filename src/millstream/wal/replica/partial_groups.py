@@ -22,7 +22,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId, WriterId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
-from millstream.wal.replica.verify import WholeFrame
+from millstream.wal.replica.verify_continuity import WholeFrame
 
 
 @dataclass(slots=True)

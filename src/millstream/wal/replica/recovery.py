@@ -23,7 +23,7 @@ from millstream.ports import Files
 from millstream.wal.frame_index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.misplacement import REPLACED
-from millstream.wal.replica.verify import ArrivingShard, WholeFrame
+from millstream.wal.replica.verify_continuity import ArrivingShard, WholeFrame
 from millstream.wal.segment_scan import ReadAhead, read_frame, reader_of
 
 _COPY_BYTES: Final = 1 << 20

@@ -37,7 +37,7 @@ from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.replica.follower_marks import NOBODY, check_mark, is_newer, moves, placeholder
 from millstream.wal.replica.partial_groups import GroupEnds, PartialGroups
 from millstream.wal.replica.recovery import fresh_shard, note_sealed, recover_replica
-from millstream.wal.replica.verify import ArrivingShard, WholeFrame, footer_start
+from millstream.wal.replica.verify_continuity import ArrivingShard, WholeFrame, footer_start
 from millstream.wal.replica.visibility import ReplicaShown
 from millstream.wal.shard_locks import lock_follower, lock_shards
 from millstream.wal.startup_progress import StartupProgress

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.model.column_texts import json_column, render_column
-from millstream.model.pgtext import INEXACT, array_of, storage_values, text_parser, text_renderer
+from millstream.model.exact_values import INEXACT, array_of, storage_values, text_parser, text_renderer
 from millstream.model.pgtypes import log_type
 from millstream.model.records import INSTANT
 from millstream.model.schema import Column, PgType

@@ -5,7 +5,7 @@ any bytes, it returns a message or raises `ProtocolViolation`. Inside a streamed
 StreamStart and StreamStop) every message except Origin carries the id of its (sub)transaction right
 after its type byte: pass `streamed=True` there.
 
-Machine code reads all others, in whole runs of transactions (`transaction_decoder`, `_message_scan`). The tests have a
+Machine code reads all others, in whole runs of transactions (`transaction_decoder`, `_row_messages`). The tests have a
 parser of all kinds (`tests/codec/reference_messages.py`).
 
 Times are microseconds since 1970-01-01 UTC (the protocol counts from 2000).

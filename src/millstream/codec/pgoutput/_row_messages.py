@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from millstream.codec.machine_code import compiled, inlined
-from millstream.codec.pgoutput.message_parser import LSN_MAX, POSTGRES_EPOCH_US
+from millstream.codec.pgoutput.rare_messages import LSN_MAX, POSTGRES_EPOCH_US
 from millstream.model.records import TIME_MAX_US, TIME_MIN_US
 
 Array = Any  # numba knows the element types better than a type checker could

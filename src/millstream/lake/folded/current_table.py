@@ -31,7 +31,7 @@ from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
 from millstream.lake.folded.key_leaves import LEAF_BYTES, Leaf, Leaves
 from millstream.lake.folded.left_partitions import UNKNOWN, without_left
-from millstream.lake.folded.rewrite import (
+from millstream.lake.folded.touched_leaves import (
     Change,
     LeafWriter,
     Touched,

@@ -30,10 +30,9 @@ from millstream.lake.exactly_once import reached
 from millstream.lake.file_statistics import boundable
 from millstream.lake.filled_columns import inexact_texts
 from millstream.lake.folded.committed_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
-from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
+from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
 from millstream.lake.folded.key_leaves import Leaves
-from millstream.lake.folded.rewrite import Change, LeafWriter, having_partitions, named, placed, touched
 from millstream.lake.folded.scd2_fold import (
     BEGAN_BY,
     ENDED_FOLDER,
@@ -46,6 +45,7 @@ from millstream.lake.folded.scd2_fold import (
     copy_of,
     fold_versions,
 )
+from millstream.lake.folded.touched_leaves import Change, LeafWriter, having_partitions, named, placed, touched
 from millstream.lake.folded.version_columns import VersionColumns, version_columns
 from millstream.lake.history import open_history
 from millstream.lake.history_folder import history_begun, history_from, lacks_beginning

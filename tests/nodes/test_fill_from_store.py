@@ -13,7 +13,7 @@ from tests.replication.test_object_branches import NEW, STREAM, Scene, group_of,
 from millstream.home.home import Home
 from millstream.leadership.node_roles import Roles
 from millstream.model.replication import Document, NodeName
-from millstream.nodes.backfill import fill
+from millstream.nodes.fill_from_store import fill
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.object_stores import store_of
 from millstream.protocol.replication.promises_and_fencing import SESSIONS, Role, RoleFact
