@@ -168,6 +168,7 @@ def test_without_its_catalog_a_stream_is_shown_from_its_log(home: Home, monkeypa
     assert {table["state"] for table in stream["tables"]} == {"unknown"}
     shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"])
     assert stream["tokens"]["durable"] in shown.stdout
+    assert "writer epoch" not in shown.stdout, "the catalog has it"
 
 
 @pytest.mark.parametrize("text", ["[streams", "[alerts]\nslot_lag = 'much'\n", None])

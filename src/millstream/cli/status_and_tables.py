@@ -74,7 +74,11 @@ def _print_stream(stream: dict[str, Any], processes: Mapping[str, int | None]) -
     leads = (stream["replication"] or {"role": "leads"})["role"] == "leads"
     captures = stream["source"]["configured"] and leads
     reached = f"source at {stream['source']['reached'] or 'no position yet'}" if captures else "no source"
-    written = f", writer epoch {(stream['writer'] or {}).get('epoch', 0)}, {reached}" if leads else ""
+    written = (
+        f", writer epoch {(stream['writer'] or {}).get('epoch', 0)}, {reached}"
+        if leads and stream["state"] != "unknown"
+        else ""
+    )
     say(f": {_state_words(stream, processes)}{written}")
     _print_nodes(stream)
     landed = stream["tokens"]["landed"]
