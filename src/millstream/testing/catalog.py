@@ -585,8 +585,13 @@ class CatalogConformance(WithCatalog):
         from alembic.migration import MigrationContext
         from alembic.script import ScriptDirectory
 
+        def is_ours(name: str | None, kind: str, _: object) -> bool:
+            # PostgreSQL's functions that draw numbers use these two, and no code does.
+            return kind != "table" or name not in {"number_ceilings", "number_servers"}
+
         with catalog.database.read() as connection:
-            assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+            context = MigrationContext.configure(connection, opts={"include_name": is_ours})
+            assert compare_metadata(context, metadata) == []
         assert ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head() == REVISION
 
     @staticmethod
