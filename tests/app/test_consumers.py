@@ -305,6 +305,7 @@ def test_a_call_that_ctrl_c_interrupts_leaves_the_consumer_usable(
     home: Path, monkeypatch: pytest.MonkeyPatch, *, is_waiting: bool
 ) -> None:
     """Ctrl-C between the acquisition of a consumer's lock and the block left it held: closing the home waited for ever."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with millstream.open(home) as found:
         found.append("web", "orders", {"id": 1})
         consumers = found.consumers("web")
