@@ -1,8 +1,8 @@
 """The numbers of a stream that several writers share, kept in PostgreSQL: `ports.SequenceStore`.
 
 Each step is the one of `protocol.sequencer.Ledger`, taken on locked rows: a transaction loads the writers, lets the
-pure machine decide, and writes back the one row that changed. Only a draw is all SQL (`draw_numbers`, created by
-migration 0001), because it comes once a commit group. The newest number is the sequence's: it moves
+pure machine decide, and writes back the one row that changed. Only a draw is all SQL (`draw_numbers`, created by a
+migration), because it comes once a commit group. The newest number is the sequence's: it moves
 by `setval` alone, a range at a time, so that every reader sees the end of a range. A draw waits for no flush: numbers
 are reserved a million at a time, and after a crash of the server they go on above what was reserved (`newest_number`).
 """
@@ -39,6 +39,96 @@ _SETTINGS: Final = (
     " FROM pg_sequences s JOIN pg_class c ON c.relname = s.sequencename JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = s.schemaname"
     " WHERE s.schemaname = :schema AND s.sequencename = :name"
 )
+
+# One statement: if it sees the row that the first draw after a crash inserts, it reads the sequence after that draw.
+NEWEST_NUMBER: Final = """
+CREATE FUNCTION newest_number(for_stream text, OUT newest bigint, OUT ceiling bigint)
+LANGUAGE plpgsql SET search_path = millstream, pg_temp AS $$
+DECLARE
+    is_whole boolean;
+BEGIN
+    SELECT s.started = pg_postmaster_start_time(), coalesce(c.upto, 0),
+            coalesce(pg_sequence_last_value(to_regclass(format('numbers_%s', replace(for_stream, '-', '')))), 0)
+        INTO is_whole, ceiling, newest
+        FROM (SELECT) AS here LEFT JOIN number_ceilings c ON c.stream = for_stream LEFT JOIN number_servers s ON s.stream = for_stream;
+    IF is_whole IS NOT TRUE THEN
+        newest := greatest(newest, ceiling);
+        ceiling := 0;
+    END IF;
+END $$
+"""
+
+# One round trip a commit group.
+# - The writer's row is locked first: a process that fences the writer waits for the draw, and a later draw finds itself
+#   fenced. The sequence moves under an advisory lock that is released before the commit. So draws of several writers
+#   that flush wait for one flush together, and a later draw's flush covers an earlier one's, because they are in one WAL.
+# - `first_number` is -1 if the sequence is below the numbers given to writers: it was set back, or is an older copy.
+# - The settings that a transaction needs are sent with it: behind a pooler its session may be another one.
+# - `elsewhere` also counts writers of the same location while they are joining: their marks may not stand yet. A writer
+#   that draws has its marks in place, so it is no longer joining.
+# - A draw flushes if other writers count the position that it stores: that must not go back in a crash.
+DRAW_NUMBERS: Final = """
+CREATE FUNCTION draw_numbers(
+    for_stream text, for_writer integer, for_epoch bigint, how_many bigint, own_position bigint, lease_us bigint,
+    OUT first_number bigint, OUT elsewhere bigint
+) LANGUAGE plpgsql SET search_path = millstream, pg_temp AS $$
+DECLARE
+    numbers regclass := to_regclass(format('numbers_%s', replace(for_stream, '-', '')));
+    own_location text;
+    own_phase text;
+    -- "mill" in front: ours among the database's advisory locks.
+    lock_key bigint := (1835625580::bigint << 32) | numbers::oid::bigint;
+    newest bigint;
+    ceiling bigint;
+    known bigint;
+    flushes boolean;
+BEGIN
+    PERFORM set_config('lock_timeout', '15s', true);
+    SELECT location, phase INTO own_location, own_phase FROM writers
+        WHERE stream = for_stream AND id = for_writer AND epoch = for_epoch AND phase IN ('open', 'joining') FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    IF numbers IS NULL THEN
+        first_number := -1;
+        RETURN;
+    END IF;
+    PERFORM pg_advisory_lock(lock_key);
+    SELECT * INTO newest, ceiling FROM newest_number(for_stream);
+    SELECT max(given_to) INTO known FROM writers WHERE stream = for_stream;
+    IF newest < known THEN
+        first_number := -1;
+    ELSIF newest <= 9223372036854775807 - how_many THEN
+        PERFORM setval(numbers, newest + how_many);
+        first_number := newest + 1;
+    ELSE
+        first_number := 0;
+    END IF;
+    PERFORM pg_advisory_unlock(lock_key);
+    IF first_number < 1 THEN
+        RETURN;
+    END IF;
+    UPDATE writers SET phase = 'open', position = greatest(position, own_position), last_first = first_number, last_count = how_many,
+            given_to = newest + how_many,
+            lease_until_us = (extract(epoch FROM clock_timestamp()) * 1000000)::bigint + draw_numbers.lease_us
+        WHERE stream = for_stream AND id = for_writer;
+    SELECT min(position) INTO elsewhere FROM writers
+        WHERE stream = for_stream AND id <> for_writer AND phase <> 'settled'
+            AND (location <> own_location OR phase = 'joining');
+    flushes := newest + how_many > ceiling OR own_phase = 'joining' OR elsewhere IS NOT NULL;
+    IF newest + how_many > ceiling THEN
+        INSERT INTO number_ceilings VALUES (for_stream, least(newest + how_many, 9223372036853775807) + 1000000)
+            ON CONFLICT (stream) DO UPDATE SET upto = greatest(number_ceilings.upto, excluded.upto);
+        INSERT INTO number_servers VALUES (for_stream, pg_postmaster_start_time())
+            ON CONFLICT (stream) DO UPDATE SET started = excluded.started;
+    END IF;
+    IF NOT flushes THEN
+        PERFORM set_config('synchronous_commit', 'off', true);
+    ELSIF current_setting('synchronous_commit') = 'off' THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+END $$
+"""
 
 _Told = TypeVar("_Told")
 
