@@ -1,4 +1,7 @@
-"""Everything that is wrong in a status, each with the command that helps: its conditions, and its errors by their codes."""
+"""Everything that is wrong in a status, each with the command that helps: its conditions, and its errors by their codes.
+
+`app.conditions` decides which conditions hold, and the command for each.
+"""
 
 from __future__ import annotations
 

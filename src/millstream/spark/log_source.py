@@ -1,5 +1,7 @@
 """`spark.read.format("millstream")` and `spark.readStream.format("millstream")`: a stream's log as a Spark source.
 
+A batch's partitions are the pieces that `StreamReader.spans` cuts.
+
 Rules:
 
 - A micro-batch is a consistent cut: it ends at the end of a commit group, or at `ending`, so no

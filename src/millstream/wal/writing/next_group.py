@@ -1,4 +1,4 @@
-"""The admission queue of the log's writer: submissions in order of the calls, bounded by bytes.
+"""The operations that make the next commit group: a queue in order of the calls, bounded by bytes.
 
 Callers wait for room: threads by blocking, tasks by awaiting. If there is none in time, they get
 `Overloaded`, which HTTP answers as status 429. The writer sleeps while the queue is
