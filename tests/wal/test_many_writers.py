@@ -619,6 +619,19 @@ def test_a_draw_whose_reply_is_lost_is_asked_after_and_nothing_is_given_twice(lo
     assert writers.read(0, 8) == writers.texts
 
 
+def test_a_draw_whose_reply_is_lost_counts_a_writer_that_joined_before_it():
+    # Its position came with the lost reply: readers passed it, and the joining writer's marks took the stream back.
+    writers = Writers()
+    writers.start(0)
+    joining = writers.store.register("w1", "home")
+    writers.store.recovered(joining.writer, joining.epoch)
+    fails = iter(["after"])
+    writers.store.fails = lambda step: next(fails, None) if step == "draw" else None
+    writers.append(0)
+    assert writers.reader().persisted_upto() == 0
+    assert writers.texts
+
+
 def test_a_store_that_is_away_refuses_appends_and_wedges_nothing():
     writers = Writers()
     writers.start(0)

@@ -292,7 +292,10 @@ class SharedNumbers(GroupNumbers):
         """Return the numbers of a draw whose reply was lost; None if there was no such draw, or it gave none."""
         if not self._is_lost:
             return None
-        last = self._store.last(self._registration.writer, self._registration.epoch)
+        own = self._registration
+        last = self._store.last(own.writer, own.epoch)
+        # The lost reply also had this position.
+        _, self._elsewhere = self._store.report(own.writer, own.epoch, position=self._numbers.position)
         self._is_lost = False
         return self._numbers.resolved(last)
 
