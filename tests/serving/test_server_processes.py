@@ -164,9 +164,74 @@ def test_the_application_of_a_forwarded_request_sees_its_client_go(tmp_path: Pat
         assert application.gone.wait(60)
 
 
-def test_a_request_whose_answer_fails_is_answered_all_the_same(tmp_path: Path) -> None:
+def test_a_bug_is_answered_with_500_and_not_as_if_nothing_had_been_done(tmp_path: Path) -> None:
     with forwarding(tmp_path / "s", Answering()) as port:
-        assert httpx.get(f"http://127.0.0.1:{port}/fails", timeout=60, trust_env=False).status_code == 503
+        assert httpx.get(f"http://127.0.0.1:{port}/fails", timeout=60, trust_env=False).status_code == 500
+
+
+async def status_of(path: Path) -> int:
+    """Forward a request to the process of a socket; return the answer's status."""
+    answers: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    facts = {"http_version": "1.1", "method": "GET", "path": "/a", "raw_path": b"/a", "query_string": b""}
+    scope = {**facts, "headers": [], "scheme": "http", "client": None, "server": None}
+    await Forwarder(path)(scope, receive, send)
+    return int(answers[0]["status"])
+
+
+def test_a_request_whose_process_dies_may_have_been_carried_out(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+
+    async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(8)
+        writer.close()
+
+    async def statuses() -> tuple[int, int]:
+        before = await status_of(path)
+        async with await asyncio.start_unix_server(dies, path):
+            return before, await status_of(path)
+
+    # A client repeats a request after 503, and only after that.
+    assert uvloop.run(statuses()) == (503, 502)
+
+
+def test_as_many_requests_as_come_at_once_wait_for_the_process_that_answers(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+
+    async def statuses() -> set[int]:
+        with listening(path) as answers:
+            answers.listen(1)
+            requests = [asyncio.create_task(status_of(path)) for _ in range(150)]
+            await asyncio.sleep(0)
+            async with answering(Answering(), answers, asyncio.Event(), 60):
+                return set(await asyncio.gather(*requests))
+
+    assert uvloop.run(statuses()) == {201}
+
+
+def test_requests_of_processes_that_drain_are_answered_until_these_have_ended(tmp_path: Path) -> None:
+    path, draining = tmp_path / "s", [1]
+    found: list[int] = []
+
+    async def ends_later() -> None:
+        await asyncio.sleep(0.1)
+        found.append(await status_of(path))
+        draining.clear()
+
+    async def drain() -> None:
+        with listening(path) as answers:
+            async with answering(Answering(), answers, asyncio.Event(), 60, lambda: len(draining)):
+                later = asyncio.create_task(ends_later())
+            await later
+
+    uvloop.run(drain())
+    assert found == [201]
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -208,9 +273,16 @@ def test_two_processes_serve_a_home_on_one_port_and_a_killed_one_comes_back(tmp_
         for _ in range(8):  # whichever process has the connection
             answer = client.get("/v1/streams", headers={"Connection": "close"})
             assert (answer.status_code, answer.json()["streams"]) == (200, ["web"])
-        assert 'process="serve-2"' in client.get("/metrics").text
+        wait_for(
+            lambda: 'millstream_process_memory_bytes{process="serve-2"}' in client.get("/metrics").text, seconds=180
+        )
         killed = holder(run_folder, role)["pid"]
+        file = server.home / "millstream.toml"
+        config = file.read_text()
+        file.write_text("being edited")
         os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: [one for one in server.said if (one.get("error") or {}).get("code") == "config"], seconds=180)
+        file.write_text(config)
         wait_for(lambda: holder(run_folder, role).get("pid") not in {None, killed}, seconds=180)
         wait_for(both_take_rows, seconds=180)
     assert sorted(row["n"] for row in server.rows()) == list(range(sent))

@@ -31,7 +31,7 @@ from millstream.model.positions import Lsn, Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
 from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.processes.control_socket import ask, measures_of
-from millstream.processes.role_locks import Role, holder, writer_role, writer_roles
+from millstream.processes.role_locks import Role, holder, server_roles, writer_role, writer_roles
 from millstream.writers.stall_reasons import Part, server_errors, trouble_of
 from millstream.writers.writer_facts import writer_facts
 
@@ -95,7 +95,9 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
             one["state"] = its["role"]
             if "lag" in one:  # the leader lands: nothing waits here
                 one["lag"] |= {"lake": lake_lag(None)}
-    processes = {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home)
+    processes = {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)}
+    processes |= {role: holder(home.run_folder, role).get("pid") for role in server_roles(home.run_folder)}
+    processes |= _appending(home)
     status = {
         "home": str(home.path),
         "processes": processes,

@@ -8,6 +8,7 @@ import gc
 import resource
 import shutil
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
@@ -186,7 +187,10 @@ async def _serve(
                 flight.renew()
 
     aside = [asyncio.create_task(end_when_told()), asyncio.create_task(renew())]
-    forwarded = contextlib.nullcontext() if answers is None else answering(answered_by, answers, server.ending, drain_s)
+    forwarded: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+    if answers is not None and process is not None:
+        draining = partial(process.share_of("draining"), 1)
+        forwarded = answering(answered_by, answers, server.ending, drain_s, draining)
     try:
         async with forwarded:
             await server.serve(listener, ended, backlog=BACKLOG)

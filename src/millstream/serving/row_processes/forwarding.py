@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -31,6 +31,9 @@ logger = structlog.get_logger("millstream.serve")
 FORWARDED_SOCKET: Final = "forwarded.sock"
 """Name of the socket, in the home's folder of sockets."""
 _BACKLOG: Final = 1024
+_CONNECTS_EVERY_S: Final = 0.02
+"""Seconds between attempts to connect while the backlog is full."""
+_DRAIN_LOOKS_EVERY_S: Final = 0.02
 _LENGTH: Final = struct.Struct("<I")
 _SCOPE: Final = ("http_version", "method", "path", "raw_path", "query_string", "headers", "scheme", "client", "server")
 _RECEIVE: Final = "millstream.receive"
@@ -55,8 +58,11 @@ class Forwarder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request as an ASGI application."""
         has_begun = False
+        # After a 503 a client repeats its request. Once the process has the request, its death leaves the outcome unknown.
+        status, why = 503, "the process that answers this request isn't ready"
         with suppress(OSError):
-            reader, writer = await asyncio.open_unix_connection(self._path)
+            reader, writer = await self._connected()
+            status, why = 502, "the process that answers this request ended; the request may have been carried out"
             asked: asyncio.Task[None] | None = None
             try:
                 facts = {name: scope[name] for name in (*_SCOPE, CERTIFICATE) if name in scope}
@@ -76,8 +82,14 @@ class Forwarder:
                     asked.cancel()
                 writer.close()
         if not has_begun:
-            document = plain_problem(503, "the process that answers this request isn't ready")
-            await answer(send, 503, encoded(document), headers_of(503))
+            await answer(send, status, encoded(plain_problem(status, why)), headers_of(status))
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while True:
+            try:
+                return await asyncio.open_unix_connection(self._path)
+            except BlockingIOError:  # many requests came at once: the system lets none wait beyond the backlog
+                await asyncio.sleep(_CONNECTS_EVERY_S)
 
 
 async def _hand_over(receive: Receive, writer: asyncio.StreamWriter) -> None:
@@ -99,14 +111,21 @@ def listening(path: Path) -> Iterator[socket.socket]:
 
 @asynccontextmanager
 async def answering(
-    application: Application, listener: socket.socket, ending: asyncio.Event, drain_s: float
+    application: Application,
+    listener: socket.socket,
+    ending: asyncio.Event,
+    drain_s: float,
+    draining: Callable[[], int] = lambda: 0,
 ) -> AsyncIterator[None]:
     """Answer forwarded requests by an application while the block lasts, then those that have begun.
+
+    After the block, the processes that drain at the same time may still forward requests that they accepted earlier.
 
     Args:
         listener: as `listening` yields it.
         ending: as in each request's scope.
-        drain_s: how long these may take.
+        drain_s: how long all of that may take.
+        draining: returns how many other processes are draining.
     """
     tasks: set[asyncio.Task[Any]] = set()
 
@@ -123,15 +142,20 @@ async def answering(
             tasks.discard(task)
             writer.close()
 
-    server = await asyncio.start_unix_server(connected, sock=listener)
+    server = await asyncio.start_unix_server(connected, sock=listener, backlog=_BACKLOG)
     try:
         yield
     finally:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while draining():  # noqa: ASYNC110 - it is another process's, in shared memory
+                    await asyncio.sleep(_DRAIN_LOOKS_EVERY_S)
+                server.close()
+                if tasks:
+                    await asyncio.wait(tasks)
         server.close()
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=drain_s)
-            for task in late:
-                task.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 class _Forwarded:
@@ -147,10 +171,10 @@ class _Forwarded:
         self._scope[ENDING] = ending
         self._reader, self._writer = reader, writer
         self._events: asyncio.Queue[_Frame] = asyncio.Queue()
-        self._is_asked = self._is_gone = False
+        self._is_asked = self._is_gone = self._has_begun = False
 
     async def run(self, application: Application) -> None:
-        """Have the application answer; if it fails, the answer ends where it is."""
+        """Have the application answer; an error of it is our bug, and answered with 500 if there is no answer."""
         listening = asyncio.create_task(self._listen())
         try:
             await application(self._scope, self._receive, self._send)
@@ -158,6 +182,9 @@ class _Forwarded:
             logger.warning("a forwarded request's client is gone", path=self._scope["path"])
         except Exception:
             logger.exception("a request failed", path=self._scope["path"])
+            if not self._has_begun:
+                document = plain_problem(500, "this is a bug of the server's")
+                await answer(self._send, 500, encoded(document), headers_of(500))
         finally:
             listening.cancel()
 
@@ -181,6 +208,7 @@ class _Forwarded:
     async def _send(self, message: _Frame) -> None:
         if self._is_gone:
             return
+        self._has_begun = True
         body = memoryview(message.get("body", b""))
         if message["type"] == "http.response.body":
             more = message.get("more_body", False)

@@ -44,6 +44,7 @@ def serve_rows(home: Home, lifeline: Lifeline, process: ServerProcess) -> None:
         contextlib.closing(_RowApplication(home, access, process)) as application,
         ControlServer(home, role, {}),
     ):
+        lifeline.tell("takes_rows", {})  # from now on a restart waits for a configuration that is being edited
         logger.info("takes rows", process=process.number)
         serve_until_told(home, lifeline, application, listener, renewal, process=process)
 

@@ -1,4 +1,4 @@
-"""Numbers that several server processes share: connections, and bytes of requests, of each process in a cell of its own.
+"""Numbers that server processes share, a cell for each process: its connections, bytes of requests, and if it drains.
 
 A process writes its own cell before it reads the others', so that two that go for the last room at the same moment
 can't both have it.
@@ -10,10 +10,10 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-Total = Literal["connections", "held_bytes"]
-_TOTALS: Final[tuple[Total, ...]] = ("connections", "held_bytes")
+Total = Literal["connections", "held_bytes", "draining"]
+_TOTALS: Final[tuple[Total, ...]] = get_args(Total)
 _CELL_BYTES: Final = 8
 
 

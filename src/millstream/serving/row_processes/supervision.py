@@ -66,9 +66,10 @@ def serve_in_processes(home: Home, lifeline: Lifeline, *, log_format: str) -> No
             name, what, facts = event
             if what == "listening":
                 lifeline.tell(what, facts)
+            if what in {"died", "given_up", "ended"}:
+                totals.clear(names.index(name))
             if what not in {"died", "given_up"}:
                 return
-            totals.clear(names.index(name))
             error = facts if what == "given_up" else facts["error"]
             logger.warning("a server process ended", process=name, what=what, error=error)
             if what == "given_up" or (error and not supervisor.parts[name].has_worked and name == names[0]):
@@ -76,7 +77,7 @@ def serve_in_processes(home: Home, lifeline: Lifeline, *, log_format: str) -> No
                 supervisor.stop()
 
         patience_s = duration_s(http.drain_delay) + 2 * duration_s(http.drain_timeout) + _ENDS_WITHIN_S
-        supervisor = _Supervisor(parts, listeners, on_event=heard, patience_s=patience_s)
+        supervisor = _Supervisor(parts, listeners, totals, on_event=heard, patience_s=patience_s)
         lifeline.on_word(supervisor.ask_to_stop)
         if lifeline.stop.is_set() or lifeline.drain.is_set():
             supervisor.ask_to_stop()
@@ -92,15 +93,20 @@ class _Supervisor(Supervisor):
         self,
         parts: Sequence[SupervisedProcess],
         listeners: Sequence[socket.socket],
+        totals: SharedTotals,
         *,
         on_event: Callable[[Event], None],
         patience_s: float,
     ) -> None:
         super().__init__(parts, on_event=on_event, patience_s=patience_s)
-        self._listeners = listeners
+        self._listeners, self._totals = listeners, totals
 
     def stop(self) -> None:
         """Tell all processes to drain and end."""
+        # Before any of them hears of it: the first, which answers the others' requests, ends after them.
+        for number, running in enumerate(self.parts.values()):
+            if running.process is not None:
+                self._totals.share_of("draining", number)(1)
         super().stop()
         for listener in self._listeners:
             listener.close()
