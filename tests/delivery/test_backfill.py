@@ -219,12 +219,12 @@ def test_what_was_in_flight_comes_again_behind_the_rows(opened: OpenHome) -> Non
     opened.append("web", "orders", [{"id": 7, "total": 1}, {"id": 8, "total": 1}])
     with opened.consume("web", "search", wait_s=20) as messages:
         first = next(messages)
-        second = messages._flow._fetched[0]
+        second = messages._fetched[0]
         assert second.ack() == "acked"
         consumers.backfill("search")
         assert first.ack() == "rewound"
-        messages._flow._fetched.clear()
-        messages._flow.current = None
+        messages._fetched.clear()
+        messages._current = None
     found = [one.record["row"]["id"] for one in received(opened, "search")]
     assert found == [0, 2, 3, 4, 1, 7, 8]
 
@@ -242,8 +242,8 @@ def test_a_rewind_ends_it_and_deleting_removes_its_file(home: Home, opened: Open
         consumers.resume("search")
         consumers.rewind("search", "earliest")
         assert row.ack() == "rewound"
-        messages._flow._fetched.clear()
-        messages._flow.current = None
+        messages._fetched.clear()
+        messages._current = None
     assert [one.record["op"] for one in received(opened, "search")] == ["c"] * 7
     consumers.backfill("search")
     wait_for(lambda: consumers.get("search")["backfill"]["of"] == 6, seconds=20)
