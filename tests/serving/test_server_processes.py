@@ -281,7 +281,7 @@ def test_two_processes_serve_a_home_on_one_port_and_a_killed_one_comes_back(tmp_
         config = file.read_text()
         file.write_text("being edited")
         os.kill(killed, signal.SIGKILL)
-        wait_for(lambda: [one for one in server.said if (one.get("error") or {}).get("code") == "config"], seconds=180)
+        wait_for(lambda: [one for one in server.said if one.get("code") == "config"], seconds=180)
         file.write_text(config)
         wait_for(lambda: holder(run_folder, role).get("pid") not in {None, killed}, seconds=180)
         wait_for(both_take_rows, seconds=180)

@@ -71,10 +71,14 @@ def serve_in_processes(home: Home, lifeline: Lifeline, *, log_format: str) -> No
             if what not in {"died", "given_up"}:
                 return
             error = facts if what == "given_up" else facts["error"]
-            logger.warning("a server process ended", process=name, what=what, error=error)
-            if what == "given_up" or (error and not supervisor.parts[name].has_worked and name == names[0]):
-                failed.append(error or {})
+            is_hopeless = what == "given_up" or (error and not supervisor.parts[name].has_worked and name == names[0])
+            if is_hopeless:
+                failed.append(error)
                 supervisor.stop()
+                return
+            why = {key: error[key] for key in ("code", "message")} if error else {}
+            ended = {key: facts[key] for key in ("exit_code", "restart_in_s")}
+            logger.warning("a server process ended, and is started again", process=name, **ended, **why)
 
         patience_s = duration_s(http.drain_delay) + 2 * duration_s(http.drain_timeout) + _ENDS_WITHIN_S
         supervisor = _Supervisor(parts, listeners, totals, on_event=heard, patience_s=patience_s)
