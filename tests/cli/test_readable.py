@@ -18,8 +18,10 @@ from tests.app.homes import make_home, run
 import millstream
 import millstream.cli
 from millstream.cli.context import name_home, note, print_table, say
+from millstream.cli.diff import print_outcome
 from millstream.cli.main import say_error
 from millstream.cli.output_formats import STYLES, write_result
+from millstream.diff.compare import Compared, TableDiff
 from millstream.model.human_text import readable
 from millstream.model.names import quote_ident
 from millstream.processes.logs import Words
@@ -99,6 +101,15 @@ def test_a_count_of_one_is_singular_and_a_wrong_place_is_told_as_that(tmp_path: 
         f"hint: Read from the end or an earlier offset; `millstream --home {home} wal ls`"
         in run(home, "wal", "cat", "--from-offset", "9").stderr
     )
+
+
+def test_a_compared_table_of_one_row_has_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    print_outcome(TableDiff("public.a", Compared.EQUAL, rows_source=1, rows_lake=1))
+    print_outcome(TableDiff("public.b", Compared.DIFFERENT, rows_source=2, rows_lake=1, different=1))
+    assert capsys.readouterr().out.splitlines() == [
+        "public.a: equal, 1 row",
+        "public.b: 1 key differs, 1 row in the lake, 2 in the source",
+    ]
 
 
 def test_a_command_for_another_node_names_no_home_of_this_one(capsys: pytest.CaptureFixture[str]) -> None:

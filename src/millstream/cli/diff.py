@@ -18,7 +18,7 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.model.human_text import readable
+from millstream.model.human_text import counted, readable
 
 if TYPE_CHECKING:
     from millstream.diff.asked_repairs import RepairAsked
@@ -193,10 +193,10 @@ class _Teller:
 def print_outcome(table: TableDiff) -> None:
     """Print a table's outcome for people."""
     colour = {"equal": "green", "different": "red", "not_compared": "yellow"}.get(table.state.value)
-    words = {"equal": f"equal, {table.rows_source:,} rows"}
+    words = {"equal": f"equal, {counted(table.rows_source, 'row')}"}
     words["different"] = (
         f"{table.different:,} {'key differs' if table.different == 1 else 'keys differ'},"
-        f" {table.rows_lake:,} rows in the lake, {table.rows_source:,} in the source"
+        f" {counted(table.rows_lake, 'row')} in the lake, {table.rows_source:,} in the source"
     )
     said = words.get(table.state.value) or f"{table.state.value.replace('_', ' ')}: {table.reason}"
     say(f"{table.name}: ", nl=False)
