@@ -26,7 +26,7 @@ from millstream.codec.log_frame import (
     encode_records_frame,
     frame_extent,
 )
-from millstream.codec.log_parts import PART_FLAGS, PART_SIZES, part_schema
+from millstream.codec.log_parts import NUMBERS, PART_FLAGS, PART_SIZES, part_schema
 from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import CodecError, CorruptFrame, LogError, UnsupportedFormat
 from millstream.model.ids import RegionId, ShardId, TableId
@@ -125,7 +125,10 @@ def test_a_part_has_only_the_columns_that_its_flags_dont_leave_out(sample: Sampl
 def test_a_part_whose_count_flag_or_first_index_lies_is_refused_or_read_the_same(
     sample: Sample, data: st.DataObject
 ) -> None:
-    """A lie has the right checksums. An index that could be true can't be told: then only indexes and offsets differ."""
+    """A lie has the right checksums. An index that could be true can't be told: then only indexes and offsets differ.
+
+    The offsets are the same in another order, unless a table that has its own, from before the lie, is among them.
+    """
     known = schemas_of(sample)
     true = records_in(joined(sample), known)
     kind = data.draw(st.sampled_from(["flags", "rows", "count", "first_index"]))
@@ -141,8 +144,9 @@ def test_a_part_whose_count_flag_or_first_index_lies_is_refused_or_read_the_same
         assert found == true
         return
     assert list(found) == list(true)
-    offsets = [row["__offset"] for rows in found.values() for row in rows]
-    assert sorted(offsets) == sorted(row["__offset"] for rows in true.values() for row in rows)
+    if all(sample.flags_of(table) & NUMBERS for table, _ in sample.payload):
+        offsets = [row["__offset"] for rows in found.values() for row in rows]
+        assert sorted(offsets) == sorted(row["__offset"] for rows in true.values() for row in rows)
     for table, rows in found.items():
         for one, other in zip(rows, true[table], strict=True):
             assert one | {"__offset": 0, "__commit_index": 0} == other | {"__offset": 0, "__commit_index": 0}
