@@ -534,7 +534,10 @@ def test_a_slot_is_not_dropped_unasked(tmp_path: Path) -> None:
     (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='host=127.0.0.1 port=1'\n")
     done = here("--home", str(tmp_path), "slot", "drop")
     assert done.returncode == 2
-    assert "pass --yes" in done.stderr
+    assert done.stderr.splitlines() == [
+        "error[usage]: there is no terminal to confirm on",
+        "  hint: Run the command again, with --yes.",
+    ]
 
 
 def test_status_begins_with_the_mistakes_of_the_configuration(tmp_path: Path) -> None:

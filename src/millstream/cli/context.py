@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from millstream.errors import UsageError
 from millstream.model.human_text import readable
 
 if TYPE_CHECKING:
@@ -169,12 +170,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right:
 def confirm(question: str, *, yes: bool) -> None:
     """Ask on the terminal and end the command unless the answer is yes; ask nothing if `yes` is set.
 
-    Raises `click.UsageError` without a terminal.
+    Raises `UsageError` without a terminal.
     """
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to confirm on: pass --yes")
+        raise UsageError("there is no terminal to confirm on", hint="Run the command again, with --yes.")
     click.confirm(readable(question), abort=True, err=True)
 
 
