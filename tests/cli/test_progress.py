@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from millstream.cli.progress import PartReport, RunReport, describe
+from millstream.cli.progress import JsonReport, PartReport, RunReport, describe
 from millstream.processes.run import RunOutcome
 
 
@@ -109,3 +110,12 @@ def test_a_run_names_the_console_s_address(capsys: pytest.CaptureFixture[str]) -
     report.heard(("serve", "listening", {"address": "127.0.0.1:8787", "url": "http://127.0.0.1:8787/"}))
     line = "serve: the console is at http://127.0.0.1:8787/, next to /metrics, /healthz and /status"
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_a_run_answers_an_interrupt_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed nothing until a part had drained, up to five seconds later."""
+    RunReport(terminal=False, until_caught_up=False).heard(("", "stopping", {}))
+    assert capsys.readouterr().err == "stopping; interrupt again to kill the parts\n"
+    JsonReport().heard(("", "stopping", {}))
+    facts = json.loads(capsys.readouterr().err)
+    assert (facts["event"], facts["part"]) == ("stopping", "run")

@@ -224,7 +224,7 @@ import sys
 from millstream.processes.supervisor import SupervisedProcess, Supervisor
 worker = sys.argv[1]
 def tell(event):
-    if event[1] in ("ready", "outcome"): print(event[1], event[2].get("pid"), flush=True)
+    if event[1] in ("ready", "stopping", "outcome"): print(event[1], event[2].get("pid"), flush=True)
 supervisor = Supervisor([SupervisedProcess("a", [sys.executable, "-c", worker]), SupervisedProcess("b", [sys.executable, "-c", worker])], on_event=tell)
 supervisor.run()
 print("end", supervisor.interruptions, flush=True)
@@ -252,6 +252,7 @@ def test_a_signal_to_the_supervisor_alone_drains_all(number: signal.Signals) -> 
     process, children = start_supervisor()
     process.send_signal(number)
     out, _ = process.communicate(timeout=120)
+    assert out.startswith("stopping ")
     assert out.count("outcome") == 2
     assert out.endswith("end 1\n")
     assert process.returncode == 0

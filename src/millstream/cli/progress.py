@@ -105,6 +105,8 @@ class RunReport:
             say_error({**facts, "message": f"{name}, stream {facts.get('stream')}: {facts.get('message', '')}"})
         elif what == "ended":
             self._line.say(f"{name}: done")
+        elif what == "stopping":
+            self._line.say("stopping; interrupt again to kill the parts")
         elif what == "spark":
             self._line.say(f"{name}: {_spark_words(facts)}")
         elif what == "listening":
@@ -167,7 +169,7 @@ class JsonReport:
             if now_s - self._progress_s.get(of, -_EVERY_S) < _EVERY_S:
                 return
             self._progress_s[of] = now_s
-        self._say({"event": what, "part": name, **{k: v for k, v in facts.items() if k != "event"}})
+        self._say({"event": what, "part": name or "run", **{k: v for k, v in facts.items() if k != "event"}})
 
     def conclude(self, outcome: RunOutcome) -> None:
         """Print how it ended."""

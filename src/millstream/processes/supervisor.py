@@ -100,7 +100,10 @@ class RunningProcess:
 
 
 Event = tuple[str, str, dict[str, Any]]
-"""(part, what, facts): `started`, `died`, `ended`, `given_up`, or the part's own report."""
+"""(part, what, facts): `started`, `died`, `ended`, `given_up`, or the part's own report.
+
+`stopping`, at the first signal, is an event of all parts; its part is "".
+"""
 
 
 class Supervisor:
@@ -283,6 +286,7 @@ class Supervisor:
     def _interrupted(self) -> None:
         self.interruptions += 1
         if self.interruptions == 1:
+            self._on_event(("", "stopping", {}))
             self.stop()
         else:
             self._kill_at_s = time.monotonic()
