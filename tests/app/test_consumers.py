@@ -276,6 +276,17 @@ def test_a_client_that_left_this_process_takes_nothing_from_the_owner(home: Path
             assert next(messages).record["row"] == {"id": 1}
 
 
+def test_an_unfinished_backfill_is_shown_with_the_state(home: Path) -> None:
+    """The consumer read as caught up: its lag was 0, and only --json had the backfill."""
+    with millstream.open(home) as found:
+        found.append("web", "orders", [{"id": n} for n in range(3)])
+        found.consumers("web").create("search", start="latest", backfill=True)
+        with found.consume("web", "search", wait_s=10) as messages:
+            assert next(messages).ack() == "acked"
+    for words in (["consumer", "ls"], ["consumer", "show", "search"], ["status"]):
+        assert "active, backfill 1 of 3 rows" in done(home, *words)
+
+
 def test_damaged_state_is_refused_and_cut_off_only_where_the_loss_is_accepted(home: Path) -> None:
     with millstream.open(home) as found:
         found.append("web", "orders", [{"id": 1}])

@@ -323,8 +323,10 @@ def test_a_tables_last_figures_are_shown_without_a_running_pipeline(home: Home) 
 
 def test_a_consumers_row_has_its_redeliveries() -> None:
     counts = {"in_flight": 1, "dead": 2, "redelivered": 3456, "acked": 4}
-    facts = {"name": "search", "state": "active", "lag": {"records": 0}, "error": None}
+    facts = {"name": "search", "state": "active", "lag": {"records": 0}, "backfill": None, "error": None}
     assert _consumer_row({**facts, **counts}) == ["  search", "active", "none", "1", "2", "3,456", "4", ""]
+    collecting = {"tables": ["public.orders"], "rows": 0, "of": None}
+    assert _consumer_row({**facts, **counts, "backfill": collecting})[1] == "active, backfill collects its rows"
 
 
 def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:

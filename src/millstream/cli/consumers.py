@@ -26,7 +26,7 @@ from millstream.cli.context import (
     stream_option,
 )
 from millstream.errors import InvalidValue, UsageError
-from millstream.model.human_text import counted, human_bytes, human_seconds
+from millstream.model.human_text import consumer_state_words, counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from millstream.client.consumers import Consumers
@@ -376,7 +376,7 @@ def _row(found: dict[str, Any]) -> list[str]:
     lag = found["lag"]
     return [
         found["name"],
-        found["state"],
+        consumer_state_words(found),
         found["cursor"] or "",
         "" if lag["records"] is None else f"{lag['records']:,}",
         human_bytes(lag["bytes"]),
@@ -392,7 +392,7 @@ def _print(found: dict[str, Any], *, as_json: bool) -> None:
         print_json(found)
         return
     lag = found["lag"]
-    say(f"{found['name']}: {found['state']}, behind {found['cursor']}")
+    say(f"{found['name']}: {consumer_state_words(found)}, behind {found['cursor']}")
     if found["error"]:
         say(f"  {found['error']}")
     behind = (

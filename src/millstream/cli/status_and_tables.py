@@ -21,7 +21,7 @@ from millstream.cli.context import (
     stream_option,
 )
 from millstream.home.rows_before_rules import until_words
-from millstream.model.human_text import copy_words, counted, human_bytes, human_seconds, lag_words
+from millstream.model.human_text import consumer_state_words, copy_words, counted, human_bytes, human_seconds, lag_words
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -245,7 +245,7 @@ def _consumer_row(consumer: dict[str, Any]) -> list[str]:
     lag = consumer["lag"]
     return [
         "  " + consumer["name"],
-        consumer["state"],
+        consumer_state_words(consumer),
         "unknown"
         if lag["records"] is None
         else "none"

@@ -60,6 +60,16 @@ def copy_words(copy: Mapping[str, Any]) -> str:
     return words + (", the stream waits for it" if copy.get("holds_stream") else "")
 
 
+def consumer_state_words(consumer: Mapping[str, Any]) -> str:
+    """Return a consumer's state, with its backfill's progress: the lag doesn't count the backfill's rows."""
+    backfill = consumer["backfill"]
+    if backfill is None:
+        return str(consumer["state"])
+    if backfill["of"] is None:
+        return f"{consumer['state']}, backfill collects its rows"
+    return f"{consumer['state']}, backfill {backfill['rows']:,} of {counted(backfill['of'], 'row')}"
+
+
 def lag_words(lag: Mapping[str, Any]) -> str:
     """Return a stage's lag in words, as far as it is known.
 
