@@ -404,6 +404,9 @@ def test_a_table_without_a_key_is_named_unless_its_history_is_asked(tmp_path: Pa
         opened.append("web", "clicks", [{"page": "/"}])
     said = command("--home", home, "query", "select 'public.clicks'").stderr.decode()
     assert 'not readable: public.clicks: has no key: its records are in history."public.clicks"' in said
+    # The prompt's session outlives its statements, too: it repeated the note after each of them.
+    for sql, times in (("select 'clicks'; select 1", 1), ("select 'clicks'; show tables", 2)):
+        assert command("--home", home, "query", sql).stderr.decode().count("not readable") == times
     asked = command("--home", home, "query", "--format=csv", 'select page from history."public.clicks"')
     assert asked.stdout.decode().split() == ["page", "/"]
     assert "not readable" not in asked.stderr.decode()

@@ -10,6 +10,8 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Final
 
 from millstream.cli.context import note
+from millstream.lake.query.sql_keywords import CATALOG_WORDS, LIST, stands_in
+from millstream.model.names import parse_qualified_name
 from millstream.model.region_ages import as_line
 
 if TYPE_CHECKING:
@@ -30,8 +32,10 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
     count = _cancellable(lake, lambda: _print(lake, sql, style))
     for reason in lake.reasons:
         note(str(reason))
+    is_listing = LIST.fullmatch(sql) or CATALOG_WORDS.search(sql)
     for name, said in lake.missing.items():
-        if f'history."{name}"' not in sql:  # what the note advises
+        is_named = is_listing or stands_in(parse_qualified_name(name)[1], sql.lower())
+        if is_named and f'history."{name}"' not in sql:  # what the note advises
             note(f"not readable: {name}: {said}")
     if lake.regions and style in {"table", "csv"}:
         note(as_line(lake.regions))
