@@ -21,11 +21,12 @@ def test_the_line_never_sets_two_counts_of_different_things_side_by_side() -> No
     assert describe("capture", {"stream": "shop", "progress": behind}).endswith("0 B behind, catching up in chunks")
     captured = describe("capture", {"stream": "shop", "progress": {"records": 124_838, "source_end": 9, "durable": 9}})
     assert captured == "shop: 124,838 records captured, 0 B behind"
-    of_run = {"rows": 124_848, "rows_per_s": 0.0, "lag_s": 0.4}
+    of_run = {"rows": 124_848, "rows_per_s": 0.0, "lag_s": 0.4, "n": 124_848}
     assert lake(**of_run, lag_records=0) == "→ lake: has every record of the log"
     told = lake(**of_run | {"rows_per_s": 4321.0}, lag_records=1_500)
     assert told == "→ lake: at most 1,500 records behind, 4,321/s, lag 0.4 s"
     assert lake() == "→ lake: nothing landed yet"
+    assert lake(**of_run | {"n": 0}, lag_records=0) == "→ lake: the log has no record yet"
     aside = lake(**of_run, lag_records=0, quarantined={"public.orders": "it has another shape"})
     assert aside == "→ lake: has every record of the log except those of public.orders"
 

@@ -275,6 +275,8 @@ def describe(part: str, facts: dict[str, Any]) -> str:
     # Landed records aren't counted: with an earlier run's rest, or a rebuild's, they never equal the
     # captured ones.
     waiting = progress["lag_records"]
+    if not waiting and not progress["n"]:
+        return "→ lake: the log has no record yet"
     if not waiting:
         aside = progress.get("quarantined") or {}
         words = "→ lake: has every record of the log"
