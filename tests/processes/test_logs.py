@@ -12,10 +12,13 @@ REFUSED = {"event": "the stream begins again", "part": "capture", "stream": "s",
 
 
 def test_a_trouble_that_goes_on_is_one_short_line() -> None:
-    words = Words(terminal=False)
-    trouble = REFUSED | {"code": "source_unreachable", "error": "refused\nreally?", "hint": "Look."}
+    words = Words(terminal=False, for_home=lambda hint: hint.replace("`millstream", "`millstream --home h"))
+    trouble = REFUSED | {"code": "source_unreachable", "error": "refused\nreally?", "hint": "Run `millstream doctor`."}
     first, second = (words(None, "", trouble | {"in_s": wait_s}) for wait_s in (0.5, 1.0))
-    assert first == "capture, stream s: source_unreachable: refused; really?; next try in 0.5 s"
+    assert first.splitlines() == [
+        "capture, stream s: source_unreachable: refused; really?; next try in 0.5 s",
+        "  hint: Run `millstream --home h doctor`.",
+    ]
     assert second == "capture, stream s: still unreachable; next try in 1.0 s"
 
 

@@ -132,7 +132,10 @@ def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
                 "is not permitted to log in",
             ),
             "source_authentication_failed",
-            "Check the user and the password in the DSN (or the environment, or ~/.pgpass), and pg_hba.conf on the server.",
+            (
+                "Put the password into ~/.pgpass, or a variable such as ${SHOP_PASSWORD} into the DSN in millstream.toml; "
+                "check the user and pg_hba.conf too."
+            ),
         ),
         (
             ("certificate", "private key file", "does not match host name", "does not support ssl"),

@@ -187,7 +187,9 @@ class _Capture:
                 wait_s = retries.wait_s(error, connected_s=connected_s, ever_connected=self._was_connected())
                 if wait_s is None or (self._stop.is_set() and not isinstance(error, DiskFull)):
                     raise
-                logger.warning("capture begins again", code=error.code, error=error.message, in_s=round(wait_s, 2))
+                logger.warning(
+                    "capture begins again", code=error.code, error=error.message, hint=error.hint, in_s=round(wait_s, 2)
+                )
                 self._on_wait(error)
                 self._stop.wait(wait_s)
                 if self._stop.is_set():

@@ -109,7 +109,7 @@ def name_home(home_named: str | None) -> None:
     _named = home_named
 
 
-def _for_home(text: str) -> str:
+def for_home(text: str) -> str:
     """Return a text whose commands act on the home that this command acts on, wherever they are copied to."""
     if _named is None or "`millstream " not in text:
         return text
@@ -123,7 +123,7 @@ def say(text: str = "", *, err: bool = False, nl: bool = True, fg: str | None = 
     Control characters are escaped: foreign names and values can't control the terminal, nor look like our
     lines.
     """
-    click.secho(readable(_for_home(text)), err=err, nl=nl, fg=fg, bold=bold)
+    click.secho(readable(for_home(text)), err=err, nl=nl, fg=fg, bold=bold)
 
 
 def note(text: str) -> None:

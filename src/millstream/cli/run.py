@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millstream.cli.context import Invocation, SuggestingGroup, note, on_terminal, pass_invocation, say
+from millstream.cli.context import Invocation, SuggestingGroup, for_home, note, on_terminal, pass_invocation, say
 from millstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def capture_run(invocation: Invocation, until_caught_up: bool, log_format: LogFo
 
     lifeline = Lifeline()
     with lifeline.held():
-        configure_logs(part="capture", style=log_format)
+        configure_logs(part="capture", style=log_format, for_home=for_home)
         report = PartReport("capture", silent=lifeline.supervised, terminal=on_terminal())
         home = invocation.own_home()
         with nullcontext() if until_caught_up else watched_alerts(home):
@@ -124,7 +124,7 @@ def pipeline_run(invocation: Invocation, until_caught_up: bool, log_format: LogF
     if until_caught_up:
         lifeline.drain.set()
     with lifeline.held():
-        configure_logs(part="pipeline", style=log_format)
+        configure_logs(part="pipeline", style=log_format, for_home=for_home)
         report = PartReport("pipeline", silent=lifeline.supervised, terminal=on_terminal())
         outcome = run_pipelines(invocation.own_home(), lifeline, on_progress=report.heard)
     if not lifeline.supervised:
