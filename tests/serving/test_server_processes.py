@@ -20,7 +20,9 @@ from tests.serving.serving_process import LINES, Served, served, web_home
 
 from millstream.errors import HttpError, MillstreamError
 from millstream.home.home import Home
+from millstream.processes.child_process import Lifeline
 from millstream.processes.control_socket import measures_of
+from millstream.processes.listening import listen
 from millstream.processes.role_locks import holder, server_role
 from millstream.serving.connections import ConnectionBounds
 from millstream.serving.http_server import HttpServer
@@ -28,7 +30,8 @@ from millstream.serving.request_bodies import Held, Intake
 from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT
 from millstream.serving.row_processes.forwarding import Forwarder, answering, listening
 from millstream.serving.row_processes.shared_totals import SharedTotals, make_file
-from millstream.serving.row_processes.supervision import listen_together
+from millstream.serving.row_processes.supervision import listen_together, serve_in_processes
+from millstream.serving.server import serve_home
 from millstream.testing.errors import coded
 
 BOUNDS = ConnectionBounds(connections_max=10, request_s=30.0, idle_s=30.0, unread_bytes_max=1 << 20)
@@ -65,6 +68,22 @@ def test_the_part_of_a_process_that_died_is_forgotten() -> None:
         assert totals.share_of("connections", 0)(1) == 0
     finally:
         os.close(file)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_that_came_first_opens_no_port(tmp_path: Path, processes: int) -> None:
+    """After Ctrl-C during its start a server opened its port, and then drained."""
+    lifeline = Lifeline()
+    lifeline.stop.set()
+    with listen("127.0.0.1", 0) as taken:  # to open it would fail
+        port = taken.getsockname()[1]
+        config = f'[streams.web]\n[http]\nlisten = "127.0.0.1:{port}"\nprocesses = {processes}\n'
+        (tmp_path / "millstream.toml").write_text(config)
+        home = Home(tmp_path)
+        if processes == 1:
+            serve_home(home, lifeline)
+        else:
+            serve_in_processes(home, lifeline, log_format="text")
 
 
 def test_a_port_that_another_process_shares_is_taken() -> None:

@@ -51,7 +51,7 @@ def serve_home(
     parts: Iterable[Callable[[Application], Part]] = (),
     process: ServerProcess | None = None,
 ) -> None:
-    """Serve until told to stop; then answer earlier requests, and end.
+    """Serve until told to stop; then answer earlier requests, and end. After an earlier stop no port is opened.
 
     Args:
         process: this process's part, as the first of several on one port.
@@ -72,6 +72,8 @@ def serve_home(
     check_protected("http", (host, port), home.config.http)
     renewal = Renewal.of_home(home)
     share = alone if process is None else process.share_of("held_bytes")
+    if process is None and lifeline.stop.is_set():  # of several, each answers what its open socket has received
+        return
     with (
         contextlib.closing(Access.of_home(home)) as access,
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),

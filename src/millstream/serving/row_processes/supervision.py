@@ -33,7 +33,7 @@ _ENDS_WITHIN_S: Final = 15.0
 def serve_in_processes(home: Home, lifeline: Lifeline, *, log_format: str) -> None:
     """Run `[http] processes` processes that serve the home on one port, until told to stop.
 
-    A process that dies is started again. Its socket stays open, so that connections wait for it.
+    After an earlier stop no port is opened. A process that dies is started again. Its socket stays open, so that connections wait for it.
 
     Raises:
         HomeBusy, MillstreamError (`address_in_use`), AccessError …: as `serve_home`, from the first process.
@@ -43,6 +43,8 @@ def serve_in_processes(home: Home, lifeline: Lifeline, *, log_format: str) -> No
     check_protected("http", http.address, http)
     # Released at once: the first process takes it.
     RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5).release()
+    if lifeline.stop.is_set():
+        return
     with ExitStack() as opened:
         listeners = [opened.enter_context(one) for one in listen_together(*http.address, http.processes)]
         file = make_file(http.processes)
