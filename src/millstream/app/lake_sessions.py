@@ -112,10 +112,19 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
     def waits(row: TableRow) -> str:
         if row.state not in {TableState.STREAMING, TableState.HISTORY_ONLY}:
             return f"it is {row.shown_state.replace('_', ' ')}{': ' if row.reason else ''}{row.reason}"
-        return "the pipeline hasn't landed it" if row.id in logged else ""
+        return "the pipeline hasn't landed it" if row.id in logged else row.reason if lacks_key(row) else ""
+
+    def lacks_key(row: TableRow) -> bool:
+        return row.state is TableState.HISTORY_ONLY and row.id not in schemas and row.id not in logged
+
+    def hint(row: TableRow) -> str:
+        if not lacks_key(row):
+            return ""
+        statement = f"ALTER TABLE {qualified_name(row.namespace, row.name)} REPLICA IDENTITY FULL"
+        return f"Give it a primary key, or run `{statement}` at the source (`millstream doctor` has the SQL); it is copied whole then."
 
     return [
-        KnownTable(row.id, row.namespace, row.name, schemas.get(row.id), waits(row))
+        KnownTable(row.id, row.namespace, row.name, schemas.get(row.id), waits(row), hint(row))
         for row in rows
         if row.kind is TableKind.TABLE
     ]

@@ -27,6 +27,8 @@ class KnownTable:
     """The newest known columns, if any; perhaps under an earlier name of the table."""
     waits: str = ""
     """The reason why the table may have rows that the lake lacks; empty if it has none."""
+    hint: str = ""
+    """The remedy for that reason, if it is known."""
 
     @property
     def full_name(self) -> str:

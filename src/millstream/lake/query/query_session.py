@@ -378,7 +378,7 @@ class LakeSession(Closing):
                 continue
             if known.waits or known.schema is None:
                 why = known.waits or "no change of it has come, so its columns are unknown"
-                hint = None if self.landed_by is None else where_they_land(self.landed_by)
+                hint = known.hint or (None if self.landed_by is None else where_they_land(self.landed_by))
                 return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
             if self._past:
                 at = f"at {self.token}, or it was empty: it had no record yet"
