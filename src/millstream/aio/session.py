@@ -18,7 +18,7 @@ class AsyncSession(NumberedWrites):
     If an append is cancelled, it may have been appended, and its number isn't reused.
     """
 
-    _nap = staticmethod(asyncio.sleep)
+    _sleep = staticmethod(asyncio.sleep)
     _lock = staticmethod(asyncio.Lock)
     append = awaiting(Session.append)
     append_all = awaiting(Session.append_all)

@@ -211,7 +211,7 @@ class Attempts:
 class NumberedWrites:
     """The writes of a session, for threads (`Session`) and for tasks (`AsyncSession`)."""
 
-    _nap: Callable[[float], Any]
+    _sleep: Callable[[float], Any]
     _lock: Callable[[], Any]
     _columns: Callable[[AppendRequest], Any]
     resume: Callable[[], Any]
@@ -258,13 +258,13 @@ class NumberedWrites:
                         except SessionGap:
                             raise
                         except MillstreamError as error:
-                            yield self._nap(attempts.nap_after(error, given))
+                            yield self._sleep(attempts.nap_after(error, given))
                         else:
                             return appended
             except SessionGap as error:
                 # Numbers of lost writes are used first.
                 if request.number is not None or not self._numbers.fill((yield self._facts())):
-                    yield self._nap(attempts.nap_after(error))
+                    yield self._sleep(attempts.nap_after(error))
 
 
 class Session(NumberedWrites):
@@ -277,7 +277,7 @@ class Session(NumberedWrites):
     Concurrency: any number of threads.
     """
 
-    _nap = staticmethod(time.sleep)
+    _sleep = staticmethod(time.sleep)
     _lock = staticmethod(threading.Lock)
 
     @property

@@ -4,8 +4,7 @@ Every text shown to people (messages, log lines, `config show`) shows an address
 `mask_address`, which shows only the parts that it understands; of an address that libpq has parsed,
 `millstream.libpq.describe_parameters` shows the server and the database. An address that doesn't parse is
 masked whole: a typo (`postgres!//app:PASSWORD@host`, a raw `@` in a password) moves the password to
-where a looser parser takes it for a host, a port or a database. `libpq.describe_parameters` shows the parameters of a
-PostgreSQL server without secrets.
+where a looser parser takes it for a host, a port or a database.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Logic that threads and tasks share, written once as generators.
 
-A generator yields a step, receives its result (or the error that it raised) and returns in the end. A step is a value that a driver carries out (`run`, `run_async`). In a class with an async twin, methods of the same
-name block in one class and are coroutines in the other. There, the generator yields their result as a coroutine would
-await it: `blocking` makes a method of the one class from it, `awaiting` its twin.
+A generator yields a step, receives its result (or the error that it raised) and returns in the end. A step is a value
+that a driver carries out (`run`, `run_async`). In a class with an async twin, methods of the same name block in one
+class and are coroutines in the other. There, the generator yields their result as a coroutine would await it:
+`blocking` makes a method of the one class from it, `awaiting` its twin.
 """
 
 from __future__ import annotations
