@@ -131,6 +131,20 @@ def test_reading_on_ends_where_a_run_that_is_waited_for_is_due(tmp_path: Path):
     assert len(waited) >= 20
 
 
+def test_a_taker_that_is_nudged_before_every_call_still_gets_its_items(tmp_path: Path):
+    """A look at the tables nudges five times a second, and a step of the taker may last longer than that."""
+    receiver = reader(PlayedWire([block(transaction(100))]), tmp_path / "spill")
+    until = time.monotonic() + DEADLINE_S
+    item = None
+    while item is None and time.monotonic() < until:
+        receiver.nudge()
+        receiver.nudge()
+        item = receiver.take(DEADLINE_S)
+        time.sleep(0.01)
+    receiver.stop()
+    assert isinstance(item, TransactionRun)
+
+
 def test_who_wakes_a_reader_that_has_ended_writes_into_no_other_file(tmp_path: Path):
     wire = PlayedWire([])
     receiver = reader(wire, tmp_path / "spill")

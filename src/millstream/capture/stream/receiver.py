@@ -102,7 +102,7 @@ class Receiver:
         self._lock = threading.Condition()
         self._items: deque[Item] = deque()
         self._queued_bytes = 0
-        self._hungry = False
+        self._hungry = self._nudged = False
         self._failure: Exception | None = None
         self._ended = False
         self._stop = False
@@ -145,7 +145,7 @@ class Receiver:
         self._worker.join()
 
     def take(self, timeout_s: float) -> Item | None:
-        """Return the next item in the stream's order; None when none came in time.
+        """Return the next item in the stream's order; None when none came in time, or before a `nudge`.
 
         Raises:
             MillstreamError: the connection broke, or there is no space for a large transaction; earlier items are
@@ -156,15 +156,16 @@ class Receiver:
             while not self._items:
                 if self._failure is not None:
                     raise self._failure
-                left = deadline - time.monotonic()
-                if left <= 0 or self._ended:
-                    return None
-                if not self._hungry:
+                if not self._hungry:  # also if a nudge ends this call: a caller that is nudged each time wants items
                     self._hungry = True
                     if self._whole:
                         self._wake()  # it waits for bytes, and its whole transactions wait for this `take`
+                left = deadline - time.monotonic()
+                if left <= 0 or self._ended or self._nudged:
+                    self._nudged = False
+                    return None
                 self._lock.wait(left)
-            self._hungry = False
+            self._hungry = self._nudged = False
             item = self._items.popleft()
             if isinstance(item, TransactionRun):
                 was_full = self._queued_bytes > self._buffer_bytes_max
@@ -174,9 +175,9 @@ class Receiver:
             return item
 
     def nudge(self) -> None:
-        """Let a waiting `take` return at once."""
+        """Let a waiting `take` return at once, or the next one that would wait."""
         with self._lock:
-            self._items.append(Position(Lsn(0)))
+            self._nudged = True
             self._lock.notify_all()
 
     def confirm(self, lsn: Lsn, *, now: bool = False) -> None:
