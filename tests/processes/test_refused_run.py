@@ -69,6 +69,13 @@ def test_status_says_why_the_server_of_a_run_does_not_listen(tmp_path: Path) -> 
     assert server_errors(home) == {}
 
 
+def test_a_run_kills_no_server_that_may_still_drain(tmp_path: Path) -> None:
+    server = '[http]\ndrain_delay = "1m"\ndrain_timeout = "10m"\n'
+    home = Home(make_home(tmp_path / "home", config("postgresql://nowhere/shop", None) + server))
+    conductor = _Conductor(home, lambda _: None, until_caught_up=False)
+    assert conductor.supervisor.patience_s > 60 + 2 * 600
+
+
 def test_a_part_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
     home = Home(make_home(tmp_path / "home", config("postgresql://nowhere/shop", None)))
     for name in ("queue", "types", "yaml"):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from pydantic import Field
 
 from millstream.config.formed_texts import HostName, Interval, Listen
 from millstream.config.section import Duration, Section, SizeAboveZero
+from millstream.model.durations import duration_s
+
+_END_S: Final = 15.0
+"""How long a process may take to end after it has drained."""
 
 
 def _apart(listen: str) -> tuple[str, int]:
@@ -130,6 +136,14 @@ class HttpConfig(Section):
     drain_timeout: Duration = Field(
         default="20s", description="Time after `drain_delay` in which requests in flight must finish."
     )
+
+    @property
+    def ends_within_s(self) -> float:
+        """Seconds after a stop signal after which `serve` has ended, or hangs.
+
+        Requests of HTTP finish first, then those of Flight.
+        """
+        return duration_s(self.drain_delay) + 2 * duration_s(self.drain_timeout) + _END_S
 
     @property
     def address(self) -> tuple[str, int]:

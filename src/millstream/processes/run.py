@@ -16,6 +16,8 @@ from millstream.processes.supervisor import Event, PartState, SupervisedProcess,
 
 _ERRORS_MAX: Final = 5
 """How often a part of `--until-caught-up` may end with the same kind of error before the job fails."""
+_KILL_S: Final = 5.0
+"""How much longer than its server a run waits for parts that were told to stop: the server may have to kill processes."""
 _TEXT_MAX: Final = 300
 """Characters of each text of a recorded error: all fit in a lock's file."""
 _LAKE_GONE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
@@ -145,7 +147,8 @@ class _Conductor:
             )
         if not until_caught_up and home.config.replication.node is not None:
             parts.append(SupervisedProcess("follow", part_command(home, "follow")))
-        self.supervisor: Final = Supervisor(parts, on_event=self._heard)
+        patience_s = home.config.http.ends_within_s + _KILL_S
+        self.supervisor: Final = Supervisor(parts, on_event=self._heard, patience_s=patience_s)
 
     def _heard(self, event: Event) -> None:
         name, what, facts = event

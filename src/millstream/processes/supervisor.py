@@ -125,7 +125,7 @@ class Supervisor:
     ) -> None:
         self.parts: Final = {part.name: RunningProcess(part, replace(backoff)) for part in parts}
         self._on_event = on_event
-        self._patience_s = patience_s
+        self.patience_s: Final = patience_s
         self._inbox: queue.SimpleQueue[tuple[str, subprocess.Popen[bytes] | None, dict[str, Any] | None]]
         self._inbox = queue.SimpleQueue()
         self._kill_at_s: float | None = None
@@ -168,7 +168,7 @@ class Supervisor:
     def stop(self) -> None:
         """Tell all parts to drain and end."""
         if self._kill_at_s is None:
-            self._kill_at_s = time.monotonic() + self._patience_s
+            self._kill_at_s = time.monotonic() + self.patience_s
         for name, running in self.parts.items():
             if not running.over:
                 self.tell(name, "stop")

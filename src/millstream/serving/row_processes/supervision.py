@@ -6,12 +6,11 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from millstream.errors import error_of
-from millstream.model.durations import duration_s
 from millstream.processes.listening import listen
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock
 from millstream.processes.run import part_command
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from millstream.processes.child_process import Lifeline
 
 logger = structlog.get_logger("millstream.serve")
-
-_ENDS_WITHIN_S: Final = 15.0
-"""How long a process may take to end after it has drained, before it is killed."""
 
 
 def serve_in_processes(home: Home, lifeline: Lifeline, *, log_format: str) -> None:
@@ -82,8 +78,7 @@ def serve_in_processes(home: Home, lifeline: Lifeline, *, log_format: str) -> No
             ended = {key: facts[key] for key in ("exit_code", "restart_in_s")}
             logger.warning("a server process ended, and is started again", process=name, **ended, **why)
 
-        patience_s = duration_s(http.drain_delay) + 2 * duration_s(http.drain_timeout) + _ENDS_WITHIN_S
-        supervisor = _Supervisor(parts, listeners, totals, on_event=heard, patience_s=patience_s)
+        supervisor = _Supervisor(parts, listeners, totals, on_event=heard, patience_s=http.ends_within_s)
         lifeline.on_word(supervisor.ask_to_stop)
         if lifeline.stop.is_set() or lifeline.drain.is_set():
             supervisor.ask_to_stop()
