@@ -17,7 +17,7 @@ from bench.figures import Figure, asked, compared, measures, repeated, reported
 from bench.places import folder
 from bench.spark_sessions import session
 from millstream.crdt.declared import TableMerge
-from millstream.crdt.reconcile import ReconciliationEngine, RegionState
+from millstream.crdt.region_state import ReconciliationEngine, RegionState
 from millstream.crdt.row_merge import fold, lift, own_columns
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.positions import Seq, StreamToken

@@ -24,7 +24,7 @@ from millstream.model.positions import Seq, SeqRange
 from millstream.protocol.sequencer import WriterNumbers
 from millstream.testing import EmbeddedPostgres
 from millstream.wal.writing.options import LogOptions
-from millstream.writers.one_of_several import OneOfSeveral
+from millstream.writers.leased_writer import OneOfSeveral
 
 WRITERS = 8
 GROUP = 100

@@ -9,7 +9,7 @@ If `MILLSTREAM_FAILPOINTS_DIR` names a folder, a point kills only while the fold
 the point's name, and creates one when it kills. So a supervised process is killed once and then
 restarts undisturbed. A test counts the kills, and arms the point again by removing the file.
 
-Names are `<room>.<moment>`; they are listed where they are hit. A point of `is_asked` kills nothing: the code itself
+Names are `<part of the program>.<moment>`; they are listed where they are hit. A point of `is_asked` kills nothing: the code itself
 fails there. `capture.decode.<schema>.<table>` makes capture unable to decode the table's next changes.
 """
 

@@ -9,8 +9,8 @@ import pytest
 from tests.app.homes import make_home
 
 from millstream.app.open_home import OpenHome
+from millstream.app.repeated_status import StatusCache
 from millstream.app.status import collect_status
-from millstream.app.status_cache import StatusCache
 from millstream.home.home import Home
 from millstream.wal import segment_scan
 

@@ -23,6 +23,7 @@ SECONDS: Final = {"bench.freshness": 10, "bench.small_tables": 12}
 """Those that look at a lake every few seconds need more than a second."""
 
 
+@pytest.mark.long
 @pytest.mark.siege
 @pytest.mark.parametrize("measure", [pytest.param(measure, id=names(measure)[0]) for measure in selected("")])
 def test_a_bench_measures_its_figures_at_a_small_size(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:

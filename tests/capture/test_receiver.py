@@ -13,7 +13,7 @@ from tests.capture.beside import Beside
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.large_transactions import Spilled, StreamedAbort
 from millstream.capture.stream.receiver import Receiver, TransactionRun
-from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.stream.spill_files import SpillFolder
 from millstream.codec.pgoutput import MessageRun
 from millstream.model.positions import Lsn
 

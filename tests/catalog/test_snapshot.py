@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
+from millstream.app.repeated_status import StatusCache
 from millstream.app.status import collect_status
-from millstream.app.status_cache import StatusCache
 from millstream.catalog import Catalog, HomeIdentity, TableState
 from millstream.catalog.hash_ring_history import RingEra, RingEras
 from millstream.catalog.lake_state import lake_state

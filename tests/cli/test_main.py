@@ -402,6 +402,7 @@ def test_what_delivers_nothing_needs_no_variable_of_a_consumer(tmp_path: Path) -
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("rule", "code"),
     [

@@ -20,7 +20,7 @@ import millstream.cli
 from millstream.cli.context import name_home, note, print_table, say
 from millstream.cli.diff import print_outcome
 from millstream.cli.main import say_error
-from millstream.cli.output_formats import STYLES, write_result
+from millstream.cli.query_output import STYLES, write_result
 from millstream.diff.compare import Compared, TableDiff
 from millstream.model.human_text import readable
 from millstream.model.names import quote_ident
@@ -182,5 +182,5 @@ def test_log_lines_for_people_are_lines() -> None:
 def test_no_command_prints_around_it() -> None:
     folder = Path(millstream.cli.__file__).parent
     printing = re.compile(r"click\.s?echo\(|(?<![\w.])print\(|click\.style\(")
-    allowed = {"context.py", "output_formats.py", "diff.py"}
+    allowed = {"context.py", "query_output.py", "diff.py"}
     assert {file.name for file in folder.glob("*.py") if printing.search(file.read_text())} == allowed

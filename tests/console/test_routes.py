@@ -19,7 +19,7 @@ from tests.console.test_html import Seen
 
 from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
-from millstream.console import live_status, table_page
+from millstream.console import shared_status, table_page
 from millstream.console.routes import Console, _live_path
 from millstream.model.access import Rights
 from millstream.model.ids import TableId
@@ -374,8 +374,8 @@ def test_while_the_first_status_hangs_pages_say_so_and_show_it_once_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each page waited for it without end."""
-    monkeypatch.setattr(live_status, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(live_status, "_FIRST_PATIENCE_S", 0.1)
+    monkeypatch.setattr(shared_status, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(shared_status, "_FIRST_PATIENCE_S", 0.1)
     may = threading.Event()
 
     def hanging(*arguments: Any) -> dict[str, Any]:
@@ -401,7 +401,7 @@ def test_while_the_first_status_hangs_pages_say_so_and_show_it_once_it_comes(
 def test_the_first_page_shows_the_status_that_was_taken_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_status, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(shared_status, "_PATIENCE_S", 0.05)
     may = threading.Event()
     with site_of(filled_home(tmp_path / "home")) as site:
         site.application.health.status()

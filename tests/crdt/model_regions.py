@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 from tests.crdt.region_logs import COLUMNS, Said, stream_of
 
-from millstream.crdt.reconcile import ReconciliationEngine, RegionState, Vector
+from millstream.crdt.region_state import ReconciliationEngine, RegionState, Vector
 from millstream.errors import OffsetExpired, TokenFromFuture
 from millstream.model.ids import Epoch, GroupNumber, RegionId, StreamId, TableId
 from millstream.model.positions import Seq, StreamToken

@@ -12,7 +12,7 @@ from tests.crdt.model_regions import ModelTable
 from tests.crdt.region_simulation import World
 from tests.mutations import Mutation, main
 
-from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
+from millstream.crdt.region_state import Missing, ReconciliationEngine, RegionState
 from millstream.model.ids import RegionId
 from millstream.model.positions import Seq, StreamToken
 from millstream.regions.merged_table import Known

@@ -39,7 +39,7 @@ from tests.crdt.region_logs import HAPPENED, KEY, MERGE, PLAIN_MERGE, Said, fold
 from tests.seeds import Violation, main
 
 from millstream.crdt.hlc import HLC
-from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, Vector, behind
+from millstream.crdt.region_state import Missing, ReconciliationEngine, RegionState, Vector, behind
 from millstream.errors import ReplicationError
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq

@@ -11,7 +11,7 @@ import pytest
 from tests.crdt.region_logs import stream_of
 
 from millstream.crdt.declared import TableMerge
-from millstream.crdt.reconcile import ReconciliationEngine, RegionState
+from millstream.crdt.region_state import ReconciliationEngine, RegionState
 from millstream.crdt.row_merge import fold, lift, merged, of_keys, state_schema
 from millstream.errors import InvalidValue
 from millstream.model.ids import RegionId

@@ -16,7 +16,7 @@ from tests.crdt.region_logs import COLUMNS, KEY, MERGE, Said, folded, plainly_me
 from millstream.crdt.columns import ranked, unions
 from millstream.crdt.declared import ColumnMerge, MergeKind, TableMerge, union_of
 from millstream.crdt.lattice import StateKind, opened, seal
-from millstream.crdt.reconcile import HeardEnd, MergePlan, ReconciliationEngine, RegionState
+from millstream.crdt.region_state import HeardEnd, MergePlan, ReconciliationEngine, RegionState
 from millstream.crdt.row_merge import fold, lift, merged, state_schema
 from millstream.crdt.signals import SUM_MAX
 from millstream.errors import InvalidValue, MergeStateUnreadable, ReplicationError, UsageError

@@ -240,6 +240,7 @@ def test_an_old_transaction_at_the_source_is_named(
     assert not slots(source, "millstream_diff")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda sent: sent.name)
 def test_a_wait_is_reported_and_whatever_ends_it_leaves_nothing_at_the_server(
     postgres: Database, source: psycopg.Connection[Any], tmp_path: Path, sent: signal.Signals

@@ -613,6 +613,7 @@ def raw(home: Home, *words: str) -> bytes:
     return subprocess.run(command, capture_output=True, timeout=600, check=True).stdout
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("style", ["csv", "line-protocol", "arrow"])
 def test_cat_prints_a_table_in_each_format_of_export(filled: Home, style: str) -> None:
     words = ("--format", style, "--table", 'public."Order Items"')
@@ -636,6 +637,8 @@ def test_cat_refuses_columns_of_several_tables_and_of_a_time_to_come(filled: Hom
     assert "Name a table with --table" in done.stderr
 
 
+@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("style", ["csv", "arrow"])
 def test_the_only_table_of_a_log_needs_no_name(tmp_path: Path, style: str) -> None:
     home = home_at(tmp_path / "home")

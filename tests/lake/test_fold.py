@@ -23,7 +23,7 @@ from millstream.lake.column_conversion import EXACT, lake_columns, to_lake
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current_fold import fold_records
 from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes, fold_table
-from millstream.lake.folded.touched_leaves import surviving
+from millstream.lake.folded.leaf_rewriting import surviving
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId

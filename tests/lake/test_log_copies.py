@@ -113,6 +113,7 @@ def without_tags(opened: tuple[Any, Any] | None) -> tuple[Any, Any]:
     return SimpleNamespace(get=obstore.get, put=put, list=listed, exceptions=obstore.exceptions), store
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tags", [True, False])
 def test_a_steady_batch_takes_few_requests(
     lake: LakeLayout,

@@ -17,10 +17,10 @@ from tests.protocol.delivery_world import World
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, LatestConsumer, Limits, Message, State, Status
 from millstream.protocol.delivery import changes as kinds
 from millstream.protocol.delivery.dead_letter_index import DeadLetters
-from millstream.protocol.delivery.pending import Pending
+from millstream.protocol.delivery.delivery_order import Pending
+from millstream.protocol.delivery.entries import Answer, Entry, EntryState, Group
 from millstream.protocol.delivery.runs import Runs, _Waiting
 from millstream.protocol.delivery.unread_after_restart import Unread
-from millstream.protocol.delivery.waiting import Answer, Entry, EntryState, Group
 
 SEEDS_MAX = 2000
 

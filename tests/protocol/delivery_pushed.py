@@ -15,7 +15,7 @@ from tests.protocol.delivery_world import World
 from tests.seeds import main
 
 from millstream.protocol.delivery import Consumer, DeliveryId, Died
-from millstream.protocol.delivery.changes import Delivered
+from millstream.protocol.delivery.state_changes import Delivered
 
 
 class PushedReference(Reference):

@@ -25,7 +25,6 @@ from millstream.app.log_readers import open_reader
 from millstream.app.open_home import home_appender
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.home.home import Home
-from millstream.ingest.flight_requests import Cutter, GetRequest, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.model.access import Rights
 from millstream.model.ids import Epoch
@@ -34,6 +33,7 @@ from millstream.model.replication import Hello, NodeName
 from millstream.replication.flight.wire import FollowRequest
 from millstream.serving.access import Access, Credentials, TokenBook
 from millstream.serving.flight import read
+from millstream.serving.flight.requests import Cutter, GetRequest, PutRequest
 from millstream.serving.flight.server import FlightServer, flight_error
 from millstream.testing.errors import coded
 

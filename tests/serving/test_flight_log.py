@@ -21,8 +21,8 @@ from millstream.model.access import Rights
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.serving.access import Access
-from millstream.serving.certificates import Certificates
 from millstream.serving.flight.server import FlightServer
+from millstream.serving.tls_files import Certificates
 from millstream.testing.errors import coded
 from millstream.wal.flight_log import FlightLog, SegmentRequest, joined
 from millstream.wal.reader import LogSpan

@@ -14,9 +14,9 @@ from tests.app.homes import make_home
 from millstream.app.open_home import home_appender
 from millstream.errors import IngestError, InvalidValue
 from millstream.home.home import Home
-from millstream.ingest.flight_requests import Cutter, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.serving.access import Access
+from millstream.serving.flight.requests import Cutter, PutRequest
 from millstream.serving.flight.server import FlightServer
 from millstream.testing.errors import coded
 

@@ -22,7 +22,7 @@ from millstream.wal.reader import StreamReader
 from millstream.wal.shard_locks import lock_shards
 from millstream.wal.writing.group_commit import GroupCommitter
 
-_INTERRUPTED = ("writing/writer.py", "writing/next_group.py", "writing/waiters.py", "threading.py")
+_INTERRUPTED = ("writing/writer.py", "writing/group_commit_queue.py", "writing/waiters.py", "threading.py")
 """The code that queues and locks. Below it, `GroupCommitter.uninterrupted` poisons the writer."""
 
 

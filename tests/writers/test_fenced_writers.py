@@ -24,7 +24,7 @@ from millstream.processes.control_socket import ask
 from millstream.protocol.sequencer import WriterEntry, WriterPhase
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
-from millstream.writers.one_of_several import OneOfSeveral, WriterPlace, inherit, store_of
+from millstream.writers.leased_writer import OneOfSeveral, WriterPlace, inherit, store_of
 from millstream.writers.owner import run_owner
 
 LEASE_S = 1.0

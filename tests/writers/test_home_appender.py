@@ -48,9 +48,9 @@ from millstream.model.writes import AppendBatch
 from millstream.processes.role_locks import RoleLock, holder, writer_role
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
-from millstream.writers import one_of_several
+from millstream.writers import leased_writer
 from millstream.writers.home_appender import append_socket
-from millstream.writers.one_of_several import OneOfSeveral
+from millstream.writers.leased_writer import OneOfSeveral
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 
@@ -646,7 +646,7 @@ def test_an_ack_can_be_read_at_once_beside_a_writer_that_stands_still(
     tmp_path: Path, postgres: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The periodic advance is switched off and the other writer gets no announcement: it stays where it joined.
-    monkeypatch.setattr(one_of_several, "FOLLOW_EVERY_S", 3600.0)
+    monkeypatch.setattr(leased_writer, "FOLLOW_EVERY_S", 3600.0)
     home = make_home(
         tmp_path / "web",
         f'[catalog]\nurl = {json.dumps(postgres.dsn)}\n[writer]\nname = "a"\nlease = "4h"\n{WEB}',

@@ -18,7 +18,7 @@ from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
-from millstream.writers.one_of_several import OneOfSeveral
+from millstream.writers.leased_writer import OneOfSeveral
 
 STREAM = StreamId(UUID(int=11))
 TABLE = plain_table(1)

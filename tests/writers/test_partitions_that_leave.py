@@ -82,6 +82,7 @@ KINDS: dict[str, tuple[Callable[[Partitions], list[str]], Counts]] = {
 """Changes of partitions, and by each how many rows are copied, how many copies void all rows, and how many leaves leave."""
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("live", [False, True], ids=["in a backlog", "live"])
 def test_a_leaf_that_leaves_is_one_record_and_no_copy(postgres: Database, tmp_path: Path, *, live: bool) -> None:

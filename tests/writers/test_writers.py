@@ -42,8 +42,8 @@ from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.writers import one_of_several as writers
-from millstream.writers.one_of_several import OneOfSeveral
+from millstream.writers import leased_writer as writers
+from millstream.writers.leased_writer import OneOfSeveral
 
 pytestmark = pytest.mark.siege
 

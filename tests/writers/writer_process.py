@@ -21,7 +21,7 @@ from millstream.catalog.writer_notifications import PostgresAnnouncements
 from millstream.errors import AppendOutcomeUnknown, CatalogError, MillstreamError, StaleEpoch, WriterClosed
 from millstream.model.ids import StreamId
 from millstream.wal.writing.writer import LogOptions
-from millstream.writers.one_of_several import OneOfSeveral
+from millstream.writers.leased_writer import OneOfSeveral
 
 TABLES = plain_table(1), plain_table(2)
 ROWS = 6

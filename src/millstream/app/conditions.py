@@ -62,7 +62,7 @@ class Condition:
     message: str
     hint: str
     is_alert: bool = True
-    """Whether alerts are sent about it. Not about what an operator chose, nor so far about what may pass on its own."""
+    """Whether alerts are sent about it. None are about what an operator chose, or about what may still pass on its own."""
 
     @property
     def key(self) -> str:
@@ -93,7 +93,7 @@ class Bounds:
 
 
 def facts_of(status: Mapping[str, Any], seen: Observations) -> dict[str, Any]:
-    """Return the facts of a status whose duration counts, by key. None as a value: there is nothing to wait for."""
+    """Return, by key, the facts of a status that matter by how long they last. None as a value: there is nothing to wait for."""
     found: dict[str, Any] = {"serve": True if status.get("errors") else None}
     for its in (one for stream in status["streams"] for one in _nodes(stream)):
         found[f"follow/{its['stream']}"] = True if _is_apart(its) else None

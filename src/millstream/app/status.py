@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 from millstream.app.alerts.alert_file import delivery_facts, found_conditions
 from millstream.app.lag import backlog_counter, capture_lag, held_log, lake_lag
 from millstream.app.open_home import home_consumers
+from millstream.app.repeated_status import StatusCache
 from millstream.app.resources import resources_of
-from millstream.app.status_cache import StatusCache
 from millstream.app.status_words import TRIED_AGAIN
 from millstream.app.table_checks import with_checks
 from millstream.catalog.lake_state import lake_state

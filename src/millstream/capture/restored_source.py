@@ -2,8 +2,8 @@
 
 Such a server is detected while its WAL ends below X, up to which the log has everything. Later its WAL is as long as
 the log's, and its changes at or below X would pass for changes that the log has. So the catalog keeps where the WAL
-ended, and the source is refused until the log begins again after `slot drop`. A timeline that branches off the copy
-may begin above X, so another timeline ends nothing.
+ended, and the source is refused until the log begins again after `slot drop`. A change of timeline doesn't end the
+refusal: a timeline that branches off the copy may begin above X.
 
 The server that the log followed calls its timeline the same. Its slot tells it from the copy: the copy's slot can't be
 above the end of the copy's WAL, and only a capture moves it.

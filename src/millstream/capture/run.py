@@ -1,6 +1,6 @@
 """Capture of one stream: connects, compares slot and log, streams, copies tables, reconnects when a link breaks.
 
-A *session* lies between two connections. It starts at X, the position up to which the log has everything (or the
+A *session* is the time of one replication connection. It starts at X, the position up to which the log has everything (or the
 catalog, if only keepalives moved it), and drops every transaction that ends at or below X. A session reads the stream
 or, if the backlog is large, chunks (`capture.stream.backlog_chunks`); a change between them begins another session.
 """
@@ -51,7 +51,7 @@ from millstream.capture.stream.backlog_chunks import ChunkWire, open_chunks
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.replication_connection import Wire, start_replication
-from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.stream.spill_files import SpillFolder
 from millstream.capture.streamed_publications import StreamedPublications, publications_known
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.timeline import TimelineWatch, follows, read_history
@@ -64,7 +64,7 @@ from millstream.model.ids import SourceId, StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import LogAppender
-from millstream.protocol.capture_mode import BacklogChunk, Mode, ModeChoice
+from millstream.protocol.stream_or_chunks import BacklogChunk, Mode, ModeChoice
 
 logger = structlog.get_logger("millstream.capture")
 
@@ -475,7 +475,7 @@ class _Capture:
         return self._begin_at(source, start)
 
     def _is_slot_dropped(self) -> bool:
-        """Return whether the slot was dropped on purpose: one above X was created by a start that was interrupted."""
+        """Return whether `slot drop` was run. If so, a slot above X comes from a start that was interrupted."""
         return bool(self._catalog.fact(self._scope, "slot_dropped", default=False))
 
     def _begin_at(self, source: SourceId, start: Lsn) -> Lsn:

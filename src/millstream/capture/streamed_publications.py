@@ -3,7 +3,7 @@
 PostgreSQL 14 to 17 look a publication up in the catalogs as they were at each change, and end the stream if it didn't
 exist. `<publication>_inserts` may be created while capture is stopped, or while a transaction is open that has changed
 something before. So a publication joins the stream only at an LSN above the end of every transaction that ran when it
-was first seen. The catalog keeps that LSN; until X is there, the tables that it alone sends aren't captured.
+was first seen. The catalog keeps that LSN; until the log has reached it, the tables that it alone sends aren't captured.
 """
 
 from __future__ import annotations

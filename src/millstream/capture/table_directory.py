@@ -21,7 +21,7 @@ from millstream.capture.connection import connect
 from millstream.capture.copy_or_history_only import copy_or_history_only
 from millstream.capture.leaves.detached_leaves import KnownLeaves
 from millstream.capture.leaves.leaf_relations import LeafRelations
-from millstream.capture.pending_column_renames import PendingDefinitions
+from millstream.capture.pending_definitions import PendingDefinitions
 from millstream.capture.source_tables import SourceTable, possible_ancestors
 from millstream.capture.transient_column_names import ShownColumns, form_of
 from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState

@@ -131,7 +131,7 @@ def follows(
         theirs: the history of that server's timeline.
 
     Raises:
-        SourceError (`source_replaced`): it is another system or database, or it branched off below X, or the branch point is unknown.
+        SourceError (`source_replaced`): it is another system or database, or it branched off below `reached`, or the branch point is unknown.
     """
     if (followed.system_identifier, followed.database) != (found.system_identifier, found.database):
         check_same(followed, found)

@@ -1,8 +1,8 @@
 """The thread next to the stream that looks at the source's tables, every few seconds (`watched_tables`).
 
 Every second it reads states that commands wrote (`tables retry`, `tables copy`). On an idle source it
-emits a logical message to advance the WAL. Otherwise a busy neighbour database would make the slot
-hold its WAL. It also measures what the slot holds. If the source or the catalog refuses something,
+emits a heartbeat, a logical message, so that the slot advances. Otherwise the slot would hold the
+WAL of the server's other databases. It also measures what the slot holds. If the source or the catalog refuses something,
 the next look retries it, and the stream goes on.
 """
 

@@ -26,7 +26,8 @@ class TableState(StrEnum):
     HISTORY_ONLY = "history_only"
     """Captured, but without a usable identity: it has no `current` view. The reason names the cause."""
     QUARANTINED = "quarantined"
-    """It failed; its changes enter the log undecoded until it is retried. The reason names the cause."""
+    """It failed. Until it is retried, its changes enter the log undecoded; none do if its rules can't be applied, or if no
+    publication sends the whole table. The reason names the cause."""
     GONE = "gone"
     """Dropped at the source or left out by the configuration; its records stay."""
 

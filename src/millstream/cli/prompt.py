@@ -24,8 +24,8 @@ from prompt_toolkit.output import create_output
 from millstream.app.lake_sessions import open_lake
 from millstream.cli.context import note, print_table
 from millstream.cli.main import say_error
-from millstream.cli.output_formats import STYLES, Style
 from millstream.cli.query_answer import answer
+from millstream.cli.query_output import STYLES, Style
 from millstream.errors import MillstreamError, UsageError
 from millstream.lake.query.sql_keywords import TEXTS
 from millstream.model.human_text import counted

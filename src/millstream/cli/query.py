@@ -11,7 +11,7 @@ from millstream.cli.context import Invocation, pass_invocation, stream_option
 from millstream.cli.query_answer import answer
 
 if TYPE_CHECKING:
-    from millstream.cli.output_formats import Style
+    from millstream.cli.query_output import Style
 
 
 @click.command()

@@ -17,7 +17,7 @@ from millstream.model.region_ages import as_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from millstream.cli.output_formats import Style
+    from millstream.cli.query_output import Style
     from millstream.lake.query.query_session import LakeSession
 
 _LOOK_S: Final = 0.1
@@ -49,7 +49,7 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
 
 
 def _print(lake: LakeSession, sql: str, style: Style) -> int:
-    from millstream.cli.output_formats import write_result
+    from millstream.cli.query_output import write_result
 
     with lake.stream(sql) as reader:
         count = write_result(reader, style)

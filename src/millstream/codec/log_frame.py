@@ -6,8 +6,8 @@
 
 The head names each payload part (a table's rows under one schema version) with its length and its
 own CRC32C. So one checksum covers everything, yet a reader of one table reads and checks only the
-head and that table's bytes. Shard, region, epoch and offset stand in the head: an old frame in a
-recycled file can't pass for a new one.
+head and that table's bytes. Shard, region, epoch and offset stand in the head: a frame of
+another shard, epoch or place can't pass for the one that belongs there.
 
 Rows in a part are in the directory's order, entry by entry; their `__offset` is their place in the
 shard. `log_parts` has the columns that a part leaves out. The layout, byte by byte, is in docs/internals/FORMAT.md.

@@ -249,7 +249,7 @@ class LogConfig(Section):
     )
     retention_bytes_max: SizeOrShare | None = Field(
         default=None,
-        description="Size of the log up to which segments are kept for followers. Above it, the followers that "
+        description="Size of the log up to which segments are kept for followers and consumers. Above it, those that "
         "need the oldest segments are cut off, and reported by name. Pipelines are never cut off. "
         "Unset: twice `retention_bytes`.",
     )

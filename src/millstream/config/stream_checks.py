@@ -1,4 +1,4 @@
-"""Mistakes in a stream's settings that are each valid, or that only other rooms detect: `clashes_of_…` yield paths and descriptions."""
+"""Mistakes in a stream's settings that are each valid, or that only other parts of the program detect: `clashes_of_…` yield paths and descriptions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAME_BYTES_MAX: Final = 63
 
 
 def clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
-    """Yield conflicts between valid settings, and mistakes that only other rooms can detect."""
+    """Yield conflicts between valid settings, and mistakes that only other parts of the program can detect."""
     yield from _clashes_of_http(config.http)
     yield from clashes_of_alerts(config.alerts)
     slots: dict[tuple[str, str], str] = {}

@@ -1,4 +1,7 @@
-"""The console's paths: pages, the stream of their differences, files, and logging in and out."""
+"""The console's paths: pages, the stream of their differences, files, and logging in and out.
+
+A viewer has the last area that was sent to it. So a slow one gets fewer and larger differences, and none waits in memory.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ from millstream.console import (
     table_page,
 )
 from millstream.console.html import Content, Piece, Rendered, tag
-from millstream.console.live_status import Live, Snapshot, View
 from millstream.console.page_frame import PAGES, address, error_content, link, login_content, page
+from millstream.console.shared_status import Live, Snapshot, View
 from millstream.console.troubles import troubles_of
 from millstream.console.visible_streams import VisibleStreams
 from millstream.errors import (

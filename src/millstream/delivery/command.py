@@ -200,5 +200,5 @@ class _Run:
 
 
 def open_command(settings: Mapping[str, Any], *, stream: str, consumer: str) -> CommandSink:  # noqa: ARG001
-    """Return a sink: a `sinks.SinkFactory`."""
+    """Return a sink. This function is a `sinks.SinkFactory`."""
     return CommandSink(CommandSettings.parse(settings))

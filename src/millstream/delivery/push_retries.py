@@ -1,8 +1,8 @@
 """Moves a consumer's messages to its push sink: sends, repeats, and reports the outcome to the consumer.
 
 A batch that failed waits aside, so that it holds only its own groups. It is repeated with the same messages as long as
-the consumer holds them for it. How long to wait, and which failure is the last, is decided here; the sink judges each answer
-(`sinks.Verdict`).
+the consumer holds them for it. When a batch is repeated (by the sink's pacing, or when the receiver asked for it), and
+which failure is the last, is decided here; the sink judges each answer (`sinks.Verdict`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SPREAD: Final = 0.2
 """The part of a wait by which chance makes it longer or shorter."""
 _RECEIVE_S: Final = 1.0
 _PART_OF_BATCH: Final = 16
-"""An answer with a larger part of a batch than the 16th shows a backlog. A small batch that is received ahead of its turn
-would leave the messages that come until then to the batch behind it."""
+"""More than a 16th of a batch in one answer shows a backlog. Only then is the next batch received ahead: a small one would
+go out small, and what comes in between would wait for the batch after it."""
 _KEPT_AGAIN_S: Final = 0.5
 _MARGIN_S: Final = 30.0
 """Least time for which messages are held in addition to what their next delivery takes."""

@@ -114,5 +114,5 @@ class RedisStreamSink:
 
 
 def open_redis(settings: Mapping[str, Any], *, stream: str, consumer: str) -> RedisStreamSink:
-    """Return a sink: a `sinks.SinkFactory`."""
+    """Return a sink. This function is a `sinks.SinkFactory`."""
     return RedisStreamSink(RedisSettings.parse(settings), stream=stream, consumer=consumer)

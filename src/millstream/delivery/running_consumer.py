@@ -47,7 +47,7 @@ _QUARANTINE_FRESH_S: Final = 1.0
 _PUSHED_WAIT_MS: Final = 4 * 3_600_000
 """How long a pusher may have a message: more than its longest request takes. It returns what it doesn't deliver."""
 WAITING_MAX: Final = 100_000
-"""Number of waiting messages in memory."""
+"""Number of unsettled messages in memory."""
 WAITING_BYTES_MAX: Final = 64 << 20
 """Their bytes; of kind `changes` those of their records, which are read again above it."""
 

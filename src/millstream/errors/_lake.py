@@ -1,4 +1,4 @@
-"""Errors of the lake's tables, in files and in a database: which can't be read or written, and why."""
+"""Errors of the lake's tables, in files or in a database, and of queries over them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
     from millstream.capture.config import CaptureConfig
     from millstream.config.rule_checks import rules_of
     from millstream.model.column_rules import SourceRules
-    from millstream.protocol.capture_mode import CatchUpMode
+    from millstream.protocol.stream_or_chunks import CatchUpMode
 
     source = stream.source
     if source is None:

@@ -1,4 +1,4 @@
-"""Commit cuts: one row `(n, table versions)` once all tables of a batch have it, in the Delta table `_commits`.
+"""Commit cuts: one row `(n, table versions)` once all tables of a batch have it, in the lake's table `_commits`.
 
 A query reads all tables as in the last row. A row stands for all tables, including the unchanged ones that the batch
 didn't touch, so that an idle table holds nothing back.

@@ -1,7 +1,7 @@
-"""History: every record of a table, appended exactly once, partitioned by the month of its commit.
+"""History: every record of a table, appended exactly once, partitioned by its commit's month (Delta) or day (Iceberg).
 
 Runs in executors, with only the packages of the extra `executor`. A table's records go into history in order of `seq`.
-The Delta table keeps the union of all versions' columns, and in its properties the schemas of its records (`eras`).
+The table keeps the union of all versions' columns, and in its properties the schemas of its records (`eras`).
 """
 
 from __future__ import annotations

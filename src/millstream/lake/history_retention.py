@@ -1,7 +1,7 @@
 """Dropping of old records from history: whole files, whose records all folded views cover.
 
-A table's files go once all their days are old. Without a view of `history`, they go at any age. Those of a table that
-lost its name to this one stay until it has a record under another name, which brings them along.
+A table's files go once all their days are old. Without a view of `history`, they go at any age. Those of another
+table, which had the name before, stay until its next record under its new name: they move there with it.
 
 With them, or before them, the table records from where on its history is complete. If interrupted in between, it claims
 nothing that is gone. The rows that dropped records made are in `current`; earlier moments can no

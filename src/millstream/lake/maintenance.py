@@ -1,6 +1,6 @@
 """Maintenance of lake tables: few files instead of many, and no files that readers no longer need.
 
-Safe during writes: compaction is a Delta commit that changes no row, and a commit that loses a race is left for the
+Safe during writes: compaction is a commit that changes no row, and a commit that loses a race is left for the
 next time. A file is deleted only if no version that a reader may still use names it: none of the last `keep_s`, nor
 one that a kept cut names. Leftovers of interrupted writes are deleted too: a fold's file once the version in its
 name has passed, any other once it is too old for a write in progress.

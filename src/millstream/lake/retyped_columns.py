@@ -1,6 +1,6 @@
 """A column of history that leaves its name to the values of another type, if the table's format gives columns ids.
 
-A column of the source that gets a type which holds no earlier values is another column from there on (`ColumnPlaces`). Its
+A column of the source whose new type can't hold the earlier values is another column from there on (`ColumnPlaces`). Its
 new values would lie in `price__4`. Where a format has ids (Iceberg), the earlier values move instead, to `price__<id>`: their
 column keeps its id, and the new one gets the name. The files are written again, so that readers by name find the values, too.
 """

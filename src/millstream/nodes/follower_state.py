@@ -131,7 +131,7 @@ class FollowerState:
     def report_what_was_set_aside(self) -> None:
         """Write missing reports.
 
-        A process that set a tail aside was killed before it wrote one, and another node has been promoted
+        One is missing if the process was killed after it had set a tail aside, and another node has been promoted
         since.
         """
         for aside in sorted(self._folder.glob("aside-behind-*")):
@@ -145,7 +145,7 @@ class FollowerState:
         try:
             report = write_report(self._name, found, Path(found.folder + _REPORT))
         except (MillstreamError, OSError) as error:
-            logger.warning("what was set aside can't be told of", stream=self._name, error=str(error))
+            logger.warning("the report of what was set aside couldn't be written", stream=self._name, error=str(error))
         else:
             logger.warning("its records stand in a report", stream=self._name, folder=str(report))
 

@@ -280,7 +280,7 @@ def cut_off_error(gone: CutOff) -> MillstreamError:
         f"the log from {gone.needed_from} on" if gone.needed_from < gone.first else "the end of a segment of the log"
     )
     return kind(
-        f"the {gone.kind.value} {gone.name} was cut off: it needed {needed}, which begins at {gone.first}",
+        f"the {gone.kind.value} {gone.name} was cut off: it needed {needed}; the log now begins at {gone.first}",
         holder=gone.name,
         needed_from=int(gone.needed_from),
         first=int(gone.first),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from millstream.crdt.reconcile import Missing, RegionState
+from millstream.crdt.region_state import Missing, RegionState
 from millstream.errors import LakeConflict, LakeFilesGone, LakeTableForeign, LakeUnavailable, MillstreamError
 from millstream.home.config_mapping import lake_layout
 from millstream.model.names import parse_qualified_name

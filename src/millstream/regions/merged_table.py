@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from millstream.config.stream_checks import key_of
 from millstream.crdt.columns import whole_column
 from millstream.crdt.declared import union_of
-from millstream.crdt.reconcile import (
+from millstream.crdt.region_state import (
     Ends,
     Missing,
     ReconciliationEngine,
@@ -570,7 +570,7 @@ class RegionTable:
         for region, reader in self._readers.items():
             if region in heard and reader.first_seq() > 1:
                 raise ReplicationError(
-                    f"{self.name} has merged otherwise so far, or by another key; that can't be made anew: retention has dropped what region "
+                    f"{self.name} was merged by other rules or another key so far, and can't be rebuilt by the present ones: retention has dropped what region "
                     f"{region} wrote before number {reader.first_seq()}",
                     code="merge_unsuitable",
                     hint=f"Restore [streams.S.merge] and the key, or move {self._file} away to continue without the dropped "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.backoff import Backoff
-from millstream.crdt.reconcile import RegionState
+from millstream.crdt.region_state import RegionState
 from millstream.errors import LakeTableForeign, LogError, MillstreamError
 from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes
 from millstream.lake.folded.merged import MERGED, REGIONS, MergedFold, MergedOutcome, MergedPlace

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from millstream.crdt.hlc import DRIFT_MAX_NS, HLC, NEVER, check_drift
-from millstream.crdt.reconcile import HeardEnd
+from millstream.crdt.region_state import HeardEnd
 from millstream.errors import LogError, MillstreamError, PositionError, ReplicationError
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.positions import Seq

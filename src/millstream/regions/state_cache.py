@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from millstream.config.stream_checks import key_of
-from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
+from millstream.crdt.region_state import Missing, ReconciliationEngine, RegionState
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.regions.declared_merges import merge_of
 from millstream.regions.landed_state import landed_state

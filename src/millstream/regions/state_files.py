@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from millstream.config.stream_checks import key_of
-from millstream.crdt.reconcile import Ends, Vector, heard_in
+from millstream.crdt.region_state import Ends, Vector, heard_in
 from millstream.errors import MergeStateUnreadable, MillstreamError
 from millstream.model.ids import RegionId, region_log_name
 from millstream.model.names import parse_qualified_name, qualified_name

@@ -1,6 +1,6 @@
 """Authorization over the network: access tokens and client certificates, for HTTP and for Arrow Flight.
 
-A call's token is looked up in memory. The home's tokens are read from the catalog at most every `FRESH_S`
+A call's token is looked up in memory. Tokens that were read from the catalog count for `FRESH_S`
 seconds, so that a call costs no round trip, and a revoked token is refused within that time. An unknown
 token is looked up in the catalog before it is refused, so that a new one works at once. A client that
 guesses waits for this look-up, and can't cause more than `_GUESSES_PER_S` catalog reads a second.

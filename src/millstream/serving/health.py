@@ -7,8 +7,8 @@ import time
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Final
 
+from millstream.app.repeated_status import StatusCache
 from millstream.app.status import collect_status
-from millstream.app.status_cache import StatusCache
 from millstream.errors import DiskFull, MillstreamError
 from millstream.leadership.node_roles import Roles
 from millstream.model.replication import LOCAL

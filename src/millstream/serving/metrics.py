@@ -26,7 +26,7 @@ _PARTS: Final = ("owner", "pipeline", "serve")
 """The parts that should always run."""
 _DISK: Final[Named] = {
     "disk_free_bytes": ("millstream_disk_free_bytes", "Room left on the disk of the home's data."),
-    "disk_size_bytes": ("millstream_disk_size_bytes", "Size of that disk."),
+    "disk_size_bytes": ("millstream_disk_size_bytes", "Size of the disk of the home's data."),
 }
 _LAG: Final[Named] = {
     "records": ("millstream_lag_records", "Records between two stages."),
@@ -49,7 +49,7 @@ _HELD: Final[Named] = {
 }
 _OLDEST: Final[Named] = {
     "segment": ("millstream_log_oldest_segment", "Number (first offset) of the oldest sealed segment."),
-    "seconds": ("millstream_log_oldest_segment_seconds", "For how long it has been the oldest one."),
+    "seconds": ("millstream_log_oldest_segment_seconds", "For how long the oldest sealed segment has been the oldest."),
 }
 _RETENTION: Final[Named] = {
     "bytes": (
@@ -86,15 +86,21 @@ _OF_A_COPY: Final[Named] = {
         "millstream_table_copy_rows_estimate",
         "Rows that the table has, as the source's statistics say, while it is copied.",
     ),
-    "bytes": ("millstream_table_copy_bytes", "Bytes of those rows, as text."),
+    "bytes": (
+        "millstream_table_copy_bytes",
+        "Bytes, as text, of the rows of a table's running copy that are in the log.",
+    ),
     "rows_per_s": ("millstream_table_copy_rows_per_second", "Rows copied a second, over half a minute."),
     "bytes_per_s": ("millstream_table_copy_bytes_per_second", "Bytes copied a second, over half a minute."),
     "eta_s": ("millstream_table_copy_eta_seconds", "How long the rest of a copy takes at its rate so far."),
 }
 _LAG_OF_A_CONSUMER: Final[Named] = {
     "records": ("millstream_consumer_lag_records", "Records of a consumer's tables after its cursor."),
-    "bytes": ("millstream_consumer_lag_bytes", "Bytes of these records in the log."),
-    "seconds": ("millstream_consumer_lag_seconds", "Age of the oldest of these records."),
+    "bytes": (
+        "millstream_consumer_lag_bytes",
+        "Bytes in the log of the records of a consumer's tables after its cursor.",
+    ),
+    "seconds": ("millstream_consumer_lag_seconds", "Age of the oldest record of a consumer's tables after its cursor."),
 }
 _OF_A_CONSUMER: Final[Named] = {
     "in_flight": ("millstream_consumer_in_flight", "Messages that were delivered and aren't settled."),

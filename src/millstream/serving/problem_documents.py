@@ -18,14 +18,14 @@ from millstream.serving.unknown_paths import allowed_at, method_not_allowed, unk
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 1
-"""A group of appends takes some milliseconds, a writer's restart about a second."""
+"""The header `Retry-After` of 429 and 503: as long as a writer's restart takes. A group of appends takes milliseconds."""
 
 _CHALLENGE: Final = b'Bearer realm="millstream", Basic realm="millstream"'
 """The accepted forms of a token."""
 
 _STATUS: Final[Mapping[str, HTTPStatus]] = {
     "millstream": HTTPStatus.INTERNAL_SERVER_ERROR,
-    # Errors in the request.
+    # The caller has to change something, or to wait for it.
     "usage": HTTPStatus.BAD_REQUEST,
     "position": HTTPStatus.BAD_REQUEST,
     "invalid_body": HTTPStatus.BAD_REQUEST,
@@ -79,7 +79,7 @@ _STATUS: Final[Mapping[str, HTTPStatus]] = {
     "query_crashed": HTTPStatus.UNPROCESSABLE_ENTITY,
     # Not a 5xx: clients resend those, and the sinks that took it would get it twice.
     "partial_write": HTTPStatus.FAILED_DEPENDENCY,
-    # Errors that may go away.
+    # Errors that may pass: the caller resends.
     "overloaded": HTTPStatus.TOO_MANY_REQUESTS,
     "server_busy": HTTPStatus.TOO_MANY_REQUESTS,
     "writer_closed": HTTPStatus.SERVICE_UNAVAILABLE,
@@ -92,7 +92,7 @@ _STATUS: Final[Mapping[str, HTTPStatus]] = {
     "stale_epoch": HTTPStatus.SERVICE_UNAVAILABLE,
     "catalog_busy": HTTPStatus.SERVICE_UNAVAILABLE,
     "catalog_unreachable": HTTPStatus.SERVICE_UNAVAILABLE,
-    # Errors that an operator has to fix.
+    # Failures on this side.
     "config": HTTPStatus.INTERNAL_SERVER_ERROR,
     "address_in_use": HTTPStatus.INTERNAL_SERVER_ERROR,
     "codec": HTTPStatus.INTERNAL_SERVER_ERROR,

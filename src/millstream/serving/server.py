@@ -23,9 +23,9 @@ from millstream.processes.control_socket import ControlServer
 from millstream.processes.listening import BACKLOG, listen
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock
 from millstream.serving.bind_check import check_protected
-from millstream.serving.certificates import LOOK_EVERY_S, Renewal
 from millstream.serving.request_bodies import alone
 from millstream.serving.row_processes.forwarding import FORWARDED_SOCKET, answering, listening
+from millstream.serving.tls_files import LOOK_EVERY_S, Renewal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,7 @@
 """The schedule of folds: a rule of arithmetic, without a clock.
 
 A fold rewrites the files of `current` that hold a changed key. Readers may still use the replaced
-files, so these stay on disk for `keep_s` (5 minutes) and are deleted before the next fold begins.
+files, so these stay on disk for `keep_s` (5 minutes). Before each fold, those that are older are deleted.
 So while a fold writes, a table whose every file is touched holds the live copy, the copy being
 written, and one for each fold of the last `keep_s`. `disk_factor` bounds that: disk bytes over live
 bytes. With r = removed / live bytes of a fold and n folds' files still there:

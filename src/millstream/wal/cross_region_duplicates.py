@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from millstream.crdt.reconcile import HeardEnd, Vector, behind
+from millstream.crdt.region_state import HeardEnd, Vector, behind
 from millstream.errors import LogError, LogTruncated, TokenFromFuture
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.positions import Seq

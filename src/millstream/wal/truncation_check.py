@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from millstream.crdt.reconcile import HeardEnd
+from millstream.crdt.region_state import HeardEnd
 from millstream.errors import LogTruncated, OffsetExpired, TokenFromFuture
 from millstream.model.positions import Seq
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from millstream.errors import ConfigError
-from millstream.writers.one_of_several import EMBEDDED, EMBEDDED_HINT, check_round_trip, refuse_embedded, store_of
+from millstream.writers.leased_writer import EMBEDDED, EMBEDDED_HINT, check_round_trip, refuse_embedded, store_of
 from millstream.writers.writer_facts import writer_facts, writers_of
 
 if TYPE_CHECKING:

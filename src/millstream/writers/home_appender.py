@@ -28,7 +28,7 @@ from millstream.processes.logs import leave_logs_to_application
 from millstream.processes.role_locks import RoleLock, holder, writer_role
 from millstream.workers import Worker, call_in_thread
 from millstream.writers.allowed_writers import refuse_embedded_catalog
-from millstream.writers.one_of_several import OwnIncarnations
+from millstream.writers.leased_writer import OwnIncarnations
 from millstream.writers.stream_writer import stream_writer
 
 if TYPE_CHECKING:

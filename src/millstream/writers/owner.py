@@ -51,7 +51,7 @@ from millstream.workers import Worker, watching
 from millstream.writers.allowed_writers import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 from millstream.writers.buffer_consumer import BufferTaking
 from millstream.writers.home_appender import append_socket
-from millstream.writers.one_of_several import OwnIncarnations
+from millstream.writers.leased_writer import OwnIncarnations
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
 from millstream.writers.stream_writer import StreamWriter, operation_taker, stream_writer
 from millstream.writers.write_buffers import buffer_name, open_buffer

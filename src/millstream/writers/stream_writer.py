@@ -28,7 +28,7 @@ from millstream.wal.files import RealFiles
 from millstream.wal.replica.ship_source import durable_marks
 from millstream.writers.allowed_writers import refuse_to_own
 from millstream.writers.catalog_catch_up import adopt_log
-from millstream.writers.one_of_several import OneOfSeveral, OwnIncarnations
+from millstream.writers.leased_writer import OneOfSeveral, OwnIncarnations
 from millstream.writers.stream_routing import StreamRouting, shards_to_open
 from millstream.writers.stream_sinks import sinks_of
 from millstream.writers.write_buffers import (

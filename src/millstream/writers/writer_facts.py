@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.errors import SequencingError, StaleEpoch
 from millstream.protocol.sequencer import WriterPhase
-from millstream.writers.one_of_several import WriterPlace, inherit, store_of
+from millstream.writers.leased_writer import WriterPlace, inherit, store_of
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog

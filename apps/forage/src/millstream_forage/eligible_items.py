@@ -30,7 +30,7 @@ class EligibleItems:
         self.sizes[np.array(muted, np.bool_)] = 0
 
     def rows(self, arm: int) -> Ints:
-        """Return the items of an arm whose source isn't muted."""
+        """Return an arm's items without the hidden ones. The arm's source isn't muted: `sizes` is 0 for one that is."""
         rows = self._items.by_arm.rows(arm)
         hidden = self._hidden[self._hidden_arms == arm]
         left: Ints = np.setdiff1d(rows, hidden, assume_unique=True) if len(hidden) else rows

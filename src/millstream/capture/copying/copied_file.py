@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from millstream.capture.copying.chunk_reader import Begun
 from millstream.capture.copying.copy_text import CopiedRows, chunk_operation, copied_records, single_row
-from millstream.capture.stream.spill import told
+from millstream.capture.stream.spill_files import told
 from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import SpilledOp, TableRows
 from millstream.model.records import Op

@@ -63,7 +63,7 @@ class Copy:
     tracked_from: Lsn = Lsn(0)
     """Commits below aren't remembered: a chunk's snapshot has to see them."""
     turn: int = 0
-    """For a table without a key: how often it was read in vain, which decides how it is read next (`copy_whole`) …"""
+    """For a table without a key: how often it was read in vain, which decides how it is read next (`whole_table_reads`) …"""
     patience_s: float = 0.0
     """… how long the stream is held for its snapshot to come; 0: not tried so far …"""
     file: CopiedFile | None = None

@@ -32,11 +32,11 @@ from millstream.capture.copying.chunk_reader import (
 from millstream.capture.copying.copy_progress import Stage
 from millstream.capture.copying.copy_text import CopiedRows, chunk_operation, rows_of_one_operation
 from millstream.capture.copying.copy_threads import ChunkWorkers, Work
-from millstream.capture.copying.definition_entries import DefinitionEntries
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.table_copies import TableCopies
 from millstream.capture.copying.touched_keys import touches_of, touches_of_spilled
+from millstream.capture.definition_entries import DefinitionEntries
 from millstream.capture.leaves.departure_entries import DepartureEntries
 from millstream.capture.source_tables import SourceIdentity, SourceTable, connect_same
 from millstream.capture.table_directory import TableDirectory

@@ -36,7 +36,7 @@ from millstream.capture.copying.touched_keys import touches_of, touches_of_spill
 from millstream.capture.copying.whole_table_reads import STANDBY_PATIENCE_S, WholeTableReads
 from millstream.capture.source_tables import SourceIdentity, SourceTable, connect_same
 from millstream.capture.stream.barrier import StreamBarrier
-from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.stream.spill_files import SpillFolder
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.watched_tables import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState

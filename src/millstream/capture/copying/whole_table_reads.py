@@ -35,7 +35,7 @@ from millstream.capture.copying.next_chunks import OpenChunk, Range
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.copying.throttle import CopyRate
 from millstream.capture.stream.barrier import StreamBarrier
-from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.stream.spill_files import SpillFolder
 from millstream.capture.table_directory import TableDirectory
 from millstream.errors import DiskFull, SourceError
 from millstream.failpoints import hit

@@ -1,4 +1,4 @@
-"""Leaf partitions that left, as operations: one record `x`, behind everything that the look which missed the leaf saw."""
+"""Leaf partitions that left, as operations: one record `x`, behind everything that was seen by the look that found the leaf gone."""
 
 from __future__ import annotations
 

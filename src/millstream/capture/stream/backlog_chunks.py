@@ -31,7 +31,7 @@ from millstream.codec.pgoutput._framing import split_copy_rows
 from millstream.errors import MillstreamError, ProtocolViolation
 from millstream.failpoints import hit
 from millstream.model.positions import Lsn, format_lsn
-from millstream.protocol.capture_mode import BacklogChunk
+from millstream.protocol.stream_or_chunks import BacklogChunk
 
 _SMALLEST_FRAME: Final = 1 + 4 + 6 + 1
 _ROW_BYTES: Final = 6
@@ -51,7 +51,7 @@ class SlotAdvance:
 
     Args:
         connection: an ordinary one; owned from here on.
-        every_s: how often it is advanced, at most, by less than `ADVANCE_BYTES`.
+        every_s: least seconds between two advances. One by `ADVANCE_BYTES` or more doesn't wait.
     """
 
     def __init__(self, connection: Connection, slot: str, confirmed: Lsn, *, every_s: float) -> None:

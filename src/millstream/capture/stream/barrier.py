@@ -1,7 +1,7 @@
 """A barrier in the stream: transactions that commit at or above an LSN are held back until released.
 
 A table without a key that is written to all the time is copied this way: its rows are read as of one LSN, and no
-later commit is submitted until they are in the log (`copy_whole`). The applier asks for each item. At most one item
+later commit is submitted until they are in the log (`copying.whole_table_reads`). The applier asks for each item. At most one item
 waits there, in addition to the receiver's queue; so the source keeps the rest on its disk, and status messages keep
 the connection alive.
 """

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from millstream.capture.stream import message_kinds as kinds
 from millstream.capture.stream.frames import Block
-from millstream.capture.stream.spill import SpillFile, SpillFolder
+from millstream.capture.stream.spill_files import SpillFile, SpillFolder
 from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
 from millstream.codec.pgoutput.rare_messages import POSTGRES_EPOCH_US
 from millstream.errors import ProtocolViolation
@@ -101,7 +101,7 @@ class LargeTransactions:
         return end
 
     def on_other(self, block: Block, at: int) -> Lsn | None:
-        """Handle the message at which `append` ended, unless it is a keepalive; return the transaction's end, if it is.
+        """Handle the message at which `append` ended, which is no keepalive. Return the transaction's end if the message ends it.
 
         Raises:
             ProtocolViolation: the message can't come there.

@@ -26,7 +26,7 @@ from millstream.capture.stream.frames import KEEPALIVE, Block
 from millstream.capture.stream.large_transactions import COMMIT_FIELDS, LargeItem, LargeTransactions
 from millstream.capture.stream.message_kinds import COMMIT, MARKS, MAY_END, NOT_ORDINARY, Marks, next_marked
 from millstream.capture.stream.replication_connection import Wire
-from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.stream.spill_files import SpillFolder
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import ProtocolViolation
 from millstream.model.positions import Lsn

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 HEADER: Final = "millstream-id"
 _BATCH: Final = 5000
+"""Most messages of a transaction."""
 _LEFT_KEPT_S: Final = 600.0
 """How long a message of an earlier process is recognised: more than its delivery to that process can have lasted."""
 _ROOM_AGAIN_S: Final = 0.01
@@ -502,5 +503,5 @@ def _is_of_topic(error: KafkaError) -> bool:
 
 
 def open_kafka(settings: Mapping[str, Any], *, stream: str, consumer: str, place: Place) -> KafkaSink:
-    """Return a sink: a `sinks.SinkFactory` with the consumer's place."""
+    """Return a sink, as a `sinks.SinkFactory` does, for the consumer's place."""
     return KafkaSink(KafkaSettings.parse(settings), stream=stream, consumer=consumer, place=place)

@@ -30,8 +30,7 @@ from millstream.lake.filled_columns import inexact_texts
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.current_fold import Folded, fold_records
 from millstream.lake.folded.key_leaves import LEAF_BYTES, Leaf, Leaves
-from millstream.lake.folded.left_partitions import UNKNOWN, without_left
-from millstream.lake.folded.touched_leaves import (
+from millstream.lake.folded.leaf_rewriting import (
     Change,
     LeafWriter,
     Touched,
@@ -42,6 +41,7 @@ from millstream.lake.folded.touched_leaves import (
     placed,
     touched,
 )
+from millstream.lake.folded.left_partitions import UNKNOWN, without_left
 from millstream.lake.history import open_history
 from millstream.lake.history_folder import history_from, lacks_beginning
 from millstream.lake.history_scan import Held, count_history, emptied, fold_step, scan_live

@@ -1,10 +1,10 @@
 """The files of a keyed table as leaves of a tree: each holds a range of keys, in key order.
 
 A fold rewrites only leaves that may hold a key of its records. A new row goes to the leaf whose range includes it,
-so that ranges stay disjoint. A leaf that outgrows its size is split, and neighbours that have shrunk are joined
-when they are rewritten. The ranges are Delta's own statistics: there is no other index to keep.
+so that ranges stay disjoint. When leaves are rewritten (`leaf_rewriting`), one that outgrows its size
+is split, and neighbours that have shrunk are joined. The ranges are the table format's own statistics: there is no other index to keep.
 
-Only speed depends on ranges that don't overlap. Looking up a key checks all leaves.
+If ranges overlap, only speed suffers: a look-up compares the ranges of all leaves, and opens each that may hold the key.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.crdt.declared import union_of
-from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, widened
+from millstream.crdt.region_state import Missing, ReconciliationEngine, RegionState, widened
 from millstream.crdt.row_merge import WALL, own_columns, state_schema
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.column_conversion import EXACT, conform, same_type
@@ -31,7 +31,7 @@ from millstream.lake.data_files import TableFiles, new_name
 from millstream.lake.file_statistics import boundable
 from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes
 from millstream.lake.folded.key_leaves import Leaf, Leaves
-from millstream.lake.folded.touched_leaves import Change, LeafWriter, placed, touched
+from millstream.lake.folded.leaf_rewriting import Change, LeafWriter, placed, touched
 from millstream.lake.layout import LakeLayout
 from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.table_format import Commit, NewTable, OpenTable, create_table, format_of, open_table

@@ -2,7 +2,7 @@
 
 It is partitioned by `is_current`. Open versions (one a key) lie in leaves, as the rows of `current` do, and a fold
 rewrites only leaves that may hold a key of its records. Ended versions are only appended. From earlier records, a
-fold also needs the greatest time so far (`Versions.clock_us`), which is committed with the rows as a second `txn`.
+fold also needs the greatest time so far (`Versions.clock_us`), which is committed with the rows as a second number of the commit.
 
 Versions belong to a name. When another table takes over a name (dropped and created again, renamed, given back),
 the previous table's open versions end at the time of its first record there. Its rows begin then, in their state at
@@ -33,6 +33,7 @@ from millstream.lake.folded.committed_times import at_entry, clock_of, entry_us,
 from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
 from millstream.lake.folded.key_leaves import Leaves
+from millstream.lake.folded.leaf_rewriting import Change, LeafWriter, having_partitions, named, placed, touched
 from millstream.lake.folded.scd2_fold import (
     BEGAN_BY,
     ENDED_FOLDER,
@@ -45,7 +46,6 @@ from millstream.lake.folded.scd2_fold import (
     copy_of,
     fold_versions,
 )
-from millstream.lake.folded.touched_leaves import Change, LeafWriter, having_partitions, named, placed, touched
 from millstream.lake.folded.version_columns import VersionColumns, version_columns
 from millstream.lake.history import open_history
 from millstream.lake.history_folder import history_begun, history_from, lacks_beginning

@@ -63,7 +63,6 @@ messages (`position_of` with part 0 and 1). `merge` gives the message that stand
 
 from __future__ import annotations
 
-from millstream.protocol.delivery.changes import Change, Died, Dropped, Rewound, decode, encode
 from millstream.protocol.delivery.consumer import Consumer
 from millstream.protocol.delivery.latest import LatestConsumer
 from millstream.protocol.delivery.messages import (
@@ -78,6 +77,7 @@ from millstream.protocol.delivery.messages import (
     seq_of,
 )
 from millstream.protocol.delivery.state import Counters, State
+from millstream.protocol.delivery.state_changes import Change, Died, Dropped, Rewound, decode, encode
 
 __all__ = [
     "Change",

@@ -8,7 +8,24 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
-from millstream.protocol.delivery.changes import (
+from millstream.protocol.delivery.cursor_holds import Order
+from millstream.protocol.delivery.dead_letter_index import DeadLetters
+from millstream.protocol.delivery.delivery_order import Pending
+from millstream.protocol.delivery.entries import Answer, Back, Entry, EntryState, fact_of
+from millstream.protocol.delivery.letter_calls import Lettered
+from millstream.protocol.delivery.messages import (
+    DeadLetter,
+    Delivery,
+    DeliveryId,
+    Limits,
+    Message,
+    Phase,
+    Status,
+    position_of,
+)
+from millstream.protocol.delivery.runs import Runs
+from millstream.protocol.delivery.state import Fact, State
+from millstream.protocol.delivery.state_changes import (
     Change,
     Delayed,
     Delivered,
@@ -22,25 +39,8 @@ from millstream.protocol.delivery.changes import (
     Started,
     Steered,
 )
-from millstream.protocol.delivery.cursor_holds import Order
-from millstream.protocol.delivery.dead_letter_index import DeadLetters
-from millstream.protocol.delivery.letter_calls import Lettered
-from millstream.protocol.delivery.messages import (
-    DeadLetter,
-    Delivery,
-    DeliveryId,
-    Limits,
-    Message,
-    Phase,
-    Status,
-    position_of,
-)
-from millstream.protocol.delivery.pending import Pending
-from millstream.protocol.delivery.runs import Runs
-from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.timer_heap import Timer, Timers
 from millstream.protocol.delivery.unread_after_restart import Unread
-from millstream.protocol.delivery.waiting import Answer, Back, Entry, EntryState, fact_of
 
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from millstream.protocol.delivery.waiting import Entry, EntryState
+from millstream.protocol.delivery.entries import Entry, EntryState
 
 _KEPT_MIN: Final = 1024
 """Number of items below which a queue isn't searched for void ones."""

@@ -19,7 +19,11 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import Final
 
-from millstream.protocol.delivery.changes import (
+from millstream.protocol.delivery.consumer import Consumer
+from millstream.protocol.delivery.entries import Entry, EntryState, fact_of
+from millstream.protocol.delivery.messages import DeadLetter, Delivery, DeliveryId, Limits, Message, Phase, Status
+from millstream.protocol.delivery.state import Fact, State
+from millstream.protocol.delivery.state_changes import (
     Change,
     Delayed,
     Dropped,
@@ -29,10 +33,6 @@ from millstream.protocol.delivery.changes import (
     Returned,
     Settled,
 )
-from millstream.protocol.delivery.consumer import Consumer
-from millstream.protocol.delivery.messages import DeadLetter, Delivery, DeliveryId, Limits, Message, Phase, Status
-from millstream.protocol.delivery.state import Fact, State
-from millstream.protocol.delivery.waiting import Entry, EntryState, fact_of
 
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
 

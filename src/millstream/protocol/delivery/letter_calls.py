@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from millstream.protocol.delivery.changes import Died, Dropped, Retried
 from millstream.protocol.delivery.dead_letter_index import DeadLetters
+from millstream.protocol.delivery.entries import Entry
 from millstream.protocol.delivery.messages import DeadLetter
 from millstream.protocol.delivery.push_calls import Pushed
+from millstream.protocol.delivery.state_changes import Died, Dropped, Retried
 from millstream.protocol.delivery.unread_after_restart import Unread
-from millstream.protocol.delivery.waiting import Entry
 
 
 class Lettered(Pushed):

@@ -52,7 +52,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The numbers of a consumer's definition."""
+    """Bounds of a machine: the first three are in the consumer's definition, the others protect its caller's memory."""
 
     ack_wait_ms: int = 30_000
     max_deliver: int = 10
@@ -61,7 +61,7 @@ class Limits:
     """Most messages in flight."""
     answer_bytes: int = ANSWER_BYTES
     waiting_max: int = 1_000_000
-    """Number of waiting messages from which the machine wants no more, since it holds each in memory."""
+    """Number of unsettled messages from which the machine wants no more, since it holds each in memory."""
     waiting_bytes_max: int = 64 << 20
     """The same in bytes of memory, for kind `latest`."""
     records_bytes_max: int | None = None

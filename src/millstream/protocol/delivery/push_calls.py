@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from millstream.protocol.delivery.changes import Change, Delivered, Returned
+from millstream.protocol.delivery.delivery_order import Pending
+from millstream.protocol.delivery.entries import Back, Entry, EntryState
 from millstream.protocol.delivery.messages import DeadLetter, DeliveryId, Status
-from millstream.protocol.delivery.pending import Pending
 from millstream.protocol.delivery.state import Counters
+from millstream.protocol.delivery.state_changes import Change, Delivered, Returned
 from millstream.protocol.delivery.timer_heap import Timers
-from millstream.protocol.delivery.waiting import Back, Entry, EntryState
 
 
 class Pushed(ABC):

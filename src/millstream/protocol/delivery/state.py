@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from millstream.protocol.delivery.changes import (
+from millstream.protocol.delivery.dead_letter_index import bury_again
+from millstream.protocol.delivery.messages import DeadLetter, Phase, position_of
+from millstream.protocol.delivery.state_changes import (
     Change,
     Delayed,
     Delivered,
@@ -24,8 +26,6 @@ from millstream.protocol.delivery.changes import (
     letter_from_json,
     letter_to_json,
 )
-from millstream.protocol.delivery.dead_letter_index import bury_again
-from millstream.protocol.delivery.messages import DeadLetter, Phase, position_of
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millstream.protocol.delivery.changes import Extended, Returned, Settled
 from millstream.protocol.delivery.messages import DeliveryId, Status, position_of
 from millstream.protocol.delivery.state import Fact, State
+from millstream.protocol.delivery.state_changes import Extended, Returned, Settled
 
 
 class Unread:

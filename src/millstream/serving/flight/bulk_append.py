@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from millstream.errors import MillstreamError, WriterClosed
 from millstream.ingest.arrow_stream_decoding import check_batch
-from millstream.ingest.flight_requests import PIECE_BYTES, Cutter, Piece, PutRequest
 from millstream.ingest.python_rows import table_of
 from millstream.model.writes import AppendBatch
+from millstream.serving.flight.requests import PIECE_BYTES, Cutter, Piece, PutRequest
 from millstream.workers import Worker
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from millstream.export.record_reading import read_records
 
 if TYPE_CHECKING:
-    from millstream.ingest.flight_requests import GetRequest
+    from millstream.serving.flight.requests import GetRequest
     from millstream.wal.reader import StreamReader
 
 BATCH_ROWS: Final = 16_384

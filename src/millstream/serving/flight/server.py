@@ -24,7 +24,6 @@ from millstream.app.log_readers import open_reader
 from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, Overloaded, Retry, Unauthenticated, UsageError, WriterClosed
 from millstream.export.record_reading import table_ids
-from millstream.ingest.flight_requests import GetRequest, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.model.access import Right
 from millstream.model.column_renames import names_in
@@ -36,10 +35,11 @@ from millstream.nodes.peer_requests import answer_node
 from millstream.replication.flight.wire import FollowRequest
 from millstream.serving.access import Access, Caller, Credentials, token_said
 from millstream.serving.bind_check import check_protected
-from millstream.serving.certificates import Certificates
 from millstream.serving.flight.bulk_append import BulkAppend, TransferBudget
 from millstream.serving.flight.connections import Readers, Sender, Senders, cut_connections
 from millstream.serving.flight.read import records
+from millstream.serving.flight.requests import GetRequest, PutRequest
+from millstream.serving.tls_files import Certificates
 from millstream.wal.flight_log import PIECES, SegmentRequest, requested_pieces
 from millstream.workers import Worker
 

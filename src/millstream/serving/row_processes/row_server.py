@@ -12,12 +12,12 @@ from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.control_socket import ControlServer
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, server_role
 from millstream.serving.access import Access
-from millstream.serving.certificates import Renewal
 from millstream.serving.request_bodies import Intake, Receive
 from millstream.serving.requests import Scope, Send
 from millstream.serving.row_processes.forwarding import FORWARDED_SOCKET, Forwarder
 from millstream.serving.row_requests import RowRequests, measured
 from millstream.serving.server import serve_until_told
+from millstream.serving.tls_files import Renewal
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

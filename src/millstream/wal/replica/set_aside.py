@@ -1,4 +1,7 @@
-"""An old leader's records beyond the new history are set aside, where the two logs of a stream part.
+"""The end of a log is cut off at a commit group, and set aside.
+
+That happens to an old leader's records beyond the new history, where the two logs of a stream part, and to a restored
+log's records behind the token that it is restored at.
 
 Their lineages name the last commit group that they share. Up to the end of that group, their bytes
 are the same on each shard.

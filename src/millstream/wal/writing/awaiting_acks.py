@@ -31,7 +31,7 @@ from millstream.model.replication import LOCAL, AckKind, AckLevel, Reach
 from millstream.ports import HighWater
 from millstream.protocol.replication.ack_levels import Holdings
 from millstream.wal.writing.group_commit import GroupCommitter
-from millstream.wal.writing.next_group import AdmissionQueue
+from millstream.wal.writing.group_commit_queue import AdmissionQueue
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.waiters import Outcome, Waiting, answer
 from millstream.workers import Worker

@@ -1,7 +1,7 @@
 """Commit groups: from submissions to durable frames on all shards of a writer, and what happens when the disk fails.
 
 Everything here blocks and runs on one thread, `writer`'s. Which waiting submissions are the next group is decided by
-`next_group`. One group at a time is numbered, written as one run of frames per shard, fsynced (the shards in parallel), and shown by the marks. Only then
+`group_commit_queue`. One group at a time is numbered, written as one run of frames per shard, fsynced (the shards in parallel), and shown by the marks. Only then
 are its callers answered.
 
 When the disk fails:

@@ -7,7 +7,7 @@ cache to another's.
 
 The writer is a stack. `group_commit` makes groups durable, in order; `deduplicated_commits` has the
 same calls and leaves out the writes that the log has. Above them are this module's queue
-(`next_group`) and thread; `awaiting_acks` answers the callers (`waiters`) of a durable group, or
+(`group_commit_queue`) and thread; `awaiting_acks` answers the callers (`waiters`) of a durable group, or
 lets them wait for other machines. Durable before readable, durable before acknowledged, always.
 """
 
@@ -39,7 +39,7 @@ from millstream.wal.readable_range import ReadableRange
 from millstream.wal.writing.awaiting_acks import NOTHING, AckLevels, Awaiting, check_level
 from millstream.wal.writing.deduplicated_commits import DeduplicatedCommits
 from millstream.wal.writing.group_commit import GroupCommitter
-from millstream.wal.writing.next_group import AdmissionQueue
+from millstream.wal.writing.group_commit_queue import AdmissionQueue
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
 from millstream.wal.writing.sequence_allocator import BlockNumbers, SharedNumbers

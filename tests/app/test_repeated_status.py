@@ -12,8 +12,8 @@ from tests.app.homes import make_home
 from millstream.app import lag
 from millstream.app.lag import backlog_counter, trim
 from millstream.app.open_home import OpenHome
+from millstream.app.repeated_status import StatusCache
 from millstream.app.status import collect_status
-from millstream.app.status_cache import StatusCache
 from millstream.home.home import Home
 from millstream.model.positions import Seq
 from millstream.wal.backlog import Backlogs

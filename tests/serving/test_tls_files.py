@@ -15,7 +15,7 @@ from tests.serving.servers import Authority, served
 from millstream.errors import AccessError
 from millstream.home.home import Home
 from millstream.serving.bind_check import check_protected, is_loopback
-from millstream.serving.certificates import Certificates, Renewal
+from millstream.serving.tls_files import Certificates, Renewal
 from millstream.testing.errors import coded
 
 CERTIFICATE = "MILLSTREAM_HTTP__TLS_CERTIFICATE"

@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 
 from millstream.app import record_rates
 from millstream.app.record_rates import Rates
-from millstream.console import live_status as module
+from millstream.console import shared_status as module
 from millstream.console.html import Part, Rendered, tag
-from millstream.console.live_status import Live, Snapshot, View
+from millstream.console.shared_status import Live, Snapshot, View
 from millstream.console.visible_streams import VisibleStreams
 from millstream.errors import MillstreamError
 from millstream.process_metrics import LOG_RECORDS

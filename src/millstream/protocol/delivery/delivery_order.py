@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
+from millstream.protocol.delivery.entries import Answer, Entry, EntryState, Group, Table
 from millstream.protocol.delivery.messages import Message
-from millstream.protocol.delivery.waiting import Answer, Entry, EntryState, Group, Table
 
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
 

@@ -9,7 +9,7 @@ from functools import partial
 from millstream.capture.copying.chunk_reader import table_of
 from millstream.capture.copying.copy_text import chunk_operation, single_row
 from millstream.capture.copying.table_copies import Entry
-from millstream.capture.pending_column_renames import Definition
+from millstream.capture.pending_definitions import Definition
 from millstream.capture.table_directory import TableDirectory
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId

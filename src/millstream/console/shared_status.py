@@ -1,7 +1,4 @@
-"""The status that all viewers share, taken at most once a second while there are any and the home changes, and each viewer's differences.
-
-A viewer has the last area that was sent to it. So a slow one gets fewer and larger differences, and none waits in memory.
-"""
+"""The status that all viewers share: taken at most once a second, and only while there are viewers and the home changes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class AdmissionQueue:
         self._spilled = 0
         """Number of spilled operations in `_waiting`."""
         self._came_s = 0.0
-        """Time when the first of them was queued, or earlier."""
+        """Time when the queue last became non-empty. A `take` that leaves some in it doesn't change that."""
         self._wake_above_bytes = _NEVER
         """Queued bytes above which the sleeping taker is woken; `_NEVER` while it is awake."""
         self._ended = False
