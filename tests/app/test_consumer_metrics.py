@@ -110,7 +110,7 @@ def test_requests_to_a_sink_are_timed_and_one_that_outlives_its_consumer_is_not(
         connection, _ = silent.accept()
         consumers.delete("silent")
         connection.close()  # the request under way fails now
-        wait_for(lambda: not any("push-silent" in thread.name for thread in threading.enumerate()), seconds=60)
+    wait_for(lambda: not any("push-silent" in thread.name for thread in threading.enumerate()), seconds=60)
     consumers.delete("refused")
     assert series(home, "silent") == series(home, "refused") == {}
 

@@ -17,7 +17,7 @@ import redis
 from msgspec.structs import replace
 from tests.delivery.receivers import Receiver, answer
 
-from millstream.config.interpolation import mask
+from millstream.config.masking import mask
 from millstream.delivery.command import CommandSettings
 from millstream.delivery.sinks import ACCEPTED, PushMessage, PushSink, Verdict, open_sink
 from millstream.errors import DeliveryError

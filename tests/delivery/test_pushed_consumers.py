@@ -194,8 +194,9 @@ def test_clients_get_what_a_killed_process_had_for_a_sink_that_was_removed(
     """The messages were in flight for four hours: the time that a pusher may have them."""
     is_over = threading.Event()
 
-    def waits(*_: object) -> None:
+    def waits(connection: socket.socket, request: Request) -> None:
         is_over.wait(60)
+        answer(200)(connection, request)
 
     receiver.answerer = waits
     state, killed = deployment.folder / "data" / "delivery" / "web", tmp_path / "killed"

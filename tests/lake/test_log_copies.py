@@ -26,11 +26,11 @@ from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUna
 from millstream.lake.commit_cuts import Cut, commit_cut, last_cut
 from millstream.lake.data_files import remove_folder
 from millstream.lake.delta.commits import DeltaHandle
+from millstream.lake.delta.object_store import log_copy
+from millstream.lake.delta.object_store import store_client as clients
+from millstream.lake.delta.object_store.store_client import store_client
 from millstream.lake.history import WrittenRecords, commit_records, write_records
 from millstream.lake.layout import LakeLayout
-from millstream.lake.log_copies import log_copy
-from millstream.lake.log_copies import store_client as clients
-from millstream.lake.log_copies.store_client import store_client
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.table_format import Commit, open_table
 from millstream.lake.table_renames import places_of

@@ -345,7 +345,7 @@ def test_columns_keep_their_values_in_iceberg_tables(
 
 @pytest.mark.parametrize("format_", ["delta", "iceberg"])
 @pytest.mark.parametrize("keyed", [True, False])
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.long) for n in range(4, 24))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 24))])
 def test_a_column_with_a_type_that_holds_no_earlier_value_is_another_one(
     tmp_path: Path, records: Records, seed: int, format_: str, *, keyed: bool
 ) -> None:

@@ -23,7 +23,8 @@ from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.column_rules.session_rules import check_rules, rule_messages
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import Connection, connect_replication, pinned, take_bytes_as_they_are
-from millstream.capture.copying.row_repair import CopiesAndRepairs, Repairs
+from millstream.capture.copying.copy_sink import CopiesAndRepairs
+from millstream.capture.copying.row_repair import Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
 from millstream.capture.publication import pgoutput_options
 from millstream.capture.restored_source import check_end, check_never_set_back, forget_set_back

@@ -13,25 +13,24 @@ from typing import Final
 
 import structlog
 
+from millstream.capture import table_states
 from millstream.capture.added_defaults import AddedDefaults
 from millstream.capture.column_rules.binding import RULES, ColumnRules
 from millstream.capture.column_rules.rows_before_rules import RawPast
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect
-from millstream.capture.copy_or_history_only import copy_or_history_only
 from millstream.capture.leaves.detached_leaves import KnownLeaves
 from millstream.capture.leaves.leaf_relations import LeafRelations
 from millstream.capture.pending_definitions import PendingDefinitions
 from millstream.capture.source_tables import SourceTable, possible_ancestors
 from millstream.capture.transient_column_names import ShownColumns, form_of
-from millstream.catalog import COPY_HELD, Catalog, TableRow, TableState
+from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
 from millstream.codec.pgoutput.relations import undecodable
 from millstream.errors import ConfigError, UnknownTable
 from millstream.failpoints import is_asked
-from millstream.model.human_text import human_bytes
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
-from millstream.model.names import TablePatterns, qualified_name
+from millstream.model.names import TablePatterns
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 
@@ -251,25 +250,8 @@ class TableDirectory:
             self._copy_again_now(row, facts, news)
 
     def request_copy_again(self, row: TableRow, facts: SourceTable | None, news: str) -> None:
-        """Request another copy of a copied table, whose rows changed with its definition.
-
-        The copy of a table above `copy_again_above` is held: it waits until an operator asks for it.
-        """
-        bound = self._config.copy_again_above
-        held = bound is not None and facts is not None and facts.size_bytes > bound
-        amount = "its rows" if facts is None else _amount(facts)
-        table = qualified_name(row.namespace, row.name)
-        if held:
-            reason = f"{news}: {amount} wait for `millstream tables copy {table}`"
-        else:
-            reason = f"{news}: {amount} are copied again"
-        copied = [TableState.STREAMING, TableState.COPYING]
-        details = {"cause": COPY_HELD} if held else None
-        if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, details=details, only_from=copied):
-            if held:
-                logger.warning("the copy of a table waits", code=COPY_HELD, table=table, reason=reason)
-            else:
-                logger.warning("table is copied again", table=table, reason=reason)
+        """Request another copy of a table, held if it is large, as `table_states.request_copy_again` does."""
+        table_states.request_copy_again(self._catalog, row, facts, news, held_above=self._config.copy_again_above)
 
     def note_key(self, schema: TableSchema) -> None:
         """Note that from here on a table's records in the log have this key, and none before counts.
@@ -321,7 +303,7 @@ class TableDirectory:
         row = self._row_of(relation_oid)
         if row is None:
             return None
-        self._catalog.set_state(row.id, TableState.QUARANTINED, reason)
+        table_states.quarantine(self._catalog, row, reason)
         self.refresh()
         return row
 
@@ -340,15 +322,12 @@ class TableDirectory:
         row = row or self._row(oid, namespace, name, has_identity=True)
         reason = f"{error.code}: {error.message}"
         if row.state is not TableState.QUARANTINED or row.reason != reason:
-            logger.warning(
-                "table quarantined", table=qualified_name(namespace, name), code=error.code, reason=error.message
-            )
             details = {"cause": RULES, "code": error.code, "hint": error.hint}
-            self._catalog.set_state(row.id, TableState.QUARANTINED, reason, details=details)
+            table_states.quarantine(self._catalog, row, reason, details=details)
             self.refresh()
 
     def is_set_aside(self, oid: int) -> bool:
-        """Return whether nothing of a relation is captured: its table is quarantined, as last refreshed, or not certain."""
+        """Return whether a relation's changes aren't decoded: its table is quarantined, as last refreshed, or not certain."""
         row = self._row_of(oid)
         return self.leaves.is_left_out(oid) or (row is not None and row.state is TableState.QUARANTINED)
 
@@ -373,7 +352,7 @@ class TableDirectory:
         return [row for row in self._catalog.tables(self.stream) if row.is_captured]
 
     def _row(self, oid: int, namespace: str, name: str, *, has_identity: bool) -> TableRow:
-        state, reason = copy_or_history_only(usable=has_identity)
+        state, reason = table_states.copy_or_history_only(usable=has_identity)
         row = self._catalog.table_for(
             self.stream,
             self._source,
@@ -477,12 +456,6 @@ class TableDirectory:
         names = {c.name for c in relation.columns}
         primary = tuple(c.name for c in facts.key)
         return primary if set(primary) <= names else ()
-
-
-def _amount(table: SourceTable) -> str:
-    """Return how much a copy of a table reads, by the source's estimate."""
-    size = human_bytes(table.size_bytes)
-    return f"its rows ({size})" if table.row_estimate <= 0 else f"its about {table.row_estimate:,} rows ({size})"
 
 
 def _spoken(key: tuple[str, ...]) -> str:

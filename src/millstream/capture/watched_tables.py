@@ -20,7 +20,6 @@ from millstream.capture.column_rules.binding import RULES, ColumnRules
 from millstream.capture.column_rules.rows_before_rules import note_raw_values
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import Connection
-from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
 from millstream.capture.copying.attached_partitions import begin_copy_of, can_copy_apart
 from millstream.capture.leaves.leaf_relations import HeldTables
 from millstream.capture.leaves.sent_by_leaves import publish_leaves, reads_leaves, sent_by_leaves
@@ -47,6 +46,7 @@ from millstream.capture.source_tables import (
 )
 from millstream.capture.streamed_publications import StreamedPublications
 from millstream.capture.table_directory import TableDirectory
+from millstream.capture.table_states import after_identity_change, copy_or_history_only, quarantine
 from millstream.capture.transient_column_names import Expected, Form, Shape, Shown
 from millstream.catalog import Catalog, ChunkState, TableRow, TableState
 from millstream.errors import SourceError
@@ -165,7 +165,7 @@ class WatchedTables:
             if error.code == "publication_missing":
                 for table in tables:
                     if table.oid in rows and table.oid not in before:
-                        self._set_unsent_aside(table, self._directory.table_row(table), error.message, error.hint)
+                        self._set_unsent_aside(self._directory.table_row(table), error.message, error.hint)
                 self._directory.refresh()
             raise
         sent = restrictions(connection, self.coverage.publications)
@@ -284,7 +284,7 @@ class WatchedTables:
         """Update a table's state after a change of its identity or of the publications."""
         if table.oid not in self.coverage.oids:
             why = self.coverage.refused.get(table.oid, f"no publication sends it ({self._config.publication})")
-            self._set_unsent_aside(table, row, why)
+            self._set_unsent_aside(row, why)
         elif row.state is TableState.QUARANTINED and row.details.get("cause") == RULES:
             if row.details.get("code") != "layout_unclear":
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "its rules can be applied now")
@@ -299,13 +299,11 @@ class WatchedTables:
         elif row.state is TableState.STREAMING:
             self._settle_truncates(table, row)
 
-    def _set_unsent_aside(self, table: SourceTable, row: TableRow, why: str, hint: str = "") -> None:
+    def _set_unsent_aside(self, row: TableRow, why: str, hint: str = "") -> None:
         """Quarantine a table that no publication sends; it is copied once one does."""
         ours = row.details.get("cause") == NOT_PUBLISHED
         if row.state is not TableState.QUARANTINED or (ours and row.reason != why):
-            logger.warning("table quarantined", table=table.full_name, reason=why)
-            details = {"cause": NOT_PUBLISHED, "hint": hint}
-            self._catalog.set_state(row.id, TableState.QUARANTINED, why, details=details)
+            quarantine(self._catalog, row, why, details={"cause": NOT_PUBLISHED, "hint": hint})
 
     def _settle_layout(
         self,

@@ -25,9 +25,9 @@ from millstream.config.interpolation import (
     interpolate,
     interpolate_dsn,
     is_database,
-    mask,
     variables_in,
 )
+from millstream.config.masking import mask
 from millstream.config.model import EMBEDDED_CATALOG, Config
 from millstream.config.quantities import disk_bytes
 from millstream.config.rule_checks import clashes_of_rules

@@ -1,4 +1,4 @@
-"""`${NAME}` in the strings of a configuration, and the masking of secrets.
+"""`${NAME}` in the strings of a configuration.
 
 In a DSN a variable may stand for a part only, and that part has rules of its own (`@` and `/` in a URL's
 password, spaces and quotes in a keyword's value). The variable holds the plain text; it is escaped here,
@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 from millstream.libpq import is_address
-from millstream.model.addresses import MASK, is_secret_key, mask_address, mask_option, mask_path, mask_words
 
 _VARIABLE: Final = re.compile(r"\$\$\{|\$\{([^}]*)\}|\$\{")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _URL_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<userinfo>[^/?#]*)@")
 _KEYWORD_VARIABLE: Final = re.compile(r"(?P<key>\w+\s*=\s*)(?P<quote>'?)\$\{(?P<name>[^}]*)\}(?P=quote)(?=\s|$)")
-
-_OPTIONS: Final = frozenset({"storage_options", "client", "topic", "conf"})
-"""Tables whose keys other systems define, and which are passed on unchanged."""
 
 
 class MissingVariable(LookupError):
@@ -70,36 +66,6 @@ def interpolate_dsn(text: str, environ: Mapping[str, str]) -> str:
         pieces += [interpolate(text[at : found.start()], environ), value(found)]
         at = found.end()
     return "".join(pieces) + interpolate(text[at:], environ)
-
-
-def mask(path: tuple[str | int, ...], value: Any) -> Any:
-    """Return a configuration value as it may be shown: addresses without passwords, and secret keys' values masked.
-
-    The value of a key that holds an address is masked whole if it can't be parsed.
-    """
-    if isinstance(value, list) and path[-2:] == ("command", "argv"):
-        return mask_words([str(word) for word in value])
-    if isinstance(value, list):
-        return [mask((*path, number), item) for number, item in enumerate(value)]
-    if not isinstance(value, str):
-        return value
-    names = [part for part in path if isinstance(part, str)]
-    key, table = names[-1] if names else "", names[-2] if len(names) > 1 else ""
-    if table in _OPTIONS:
-        return mask_option(key, value)
-    if is_secret_key(key) or table == "headers":
-        return MASK
-    if (table, key) == ("alerts", "url"):
-        return mask_path(value)
-    return mask_address(value) if _is_address_key(key, table) or "://" in value else value
-
-
-def _is_address_key(key: str, table: str) -> bool:
-    return (
-        key in {"dsn", "location", "object_store", "master"}
-        or (table, key) == ("catalog", "url")
-        or table in {"nodes", "regions"}
-    )
 
 
 def is_database(path: tuple[str | int, ...], value: str) -> bool:

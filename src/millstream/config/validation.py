@@ -15,7 +15,7 @@ from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from millstream.config.interpolation import mask
+from millstream.config.masking import mask
 from millstream.config.model import Config
 from millstream.config.toml_lines import KeyPath
 from millstream.errors import ConfigError

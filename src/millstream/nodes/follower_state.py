@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -19,8 +18,9 @@ from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Document
 from millstream.nodes.follower_log_retention import CopyRetention
+from millstream.nodes.set_aside_report import REPORT, REPORT_SUFFIX, write_report
 from millstream.nodes.staleness import note_age
-from millstream.private_files import make_folder, replace_file, replacing
+from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.follower_machine import Lag
 from millstream.protocol.replication.promises_and_fencing import CONSUMERS, SESSIONS, RoleFact
 from millstream.wal.files import RealFiles
@@ -30,8 +30,6 @@ from millstream.wal.writing.session_file import covered_in
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-
-_REPORT: Final = "-report"
 
 logger = structlog.get_logger("millstream.follow")
 
@@ -135,7 +133,7 @@ class FollowerState:
         since.
         """
         for aside in sorted(self._folder.glob("aside-behind-*")):
-            if aside.name.endswith(_REPORT) or (aside.with_name(aside.name + _REPORT) / REPORT).exists():
+            if aside.name.endswith(REPORT_SUFFIX) or (aside.with_name(aside.name + REPORT_SUFFIX) / REPORT).exists():
                 continue
             found = found_aside(RealFiles(), str(aside))
             if found is not None:
@@ -143,7 +141,7 @@ class FollowerState:
 
     def _report(self, found: SetAsideTail) -> None:
         try:
-            report = write_report(self._name, found, Path(found.folder + _REPORT))
+            report = write_report(self._name, found, Path(found.folder + REPORT_SUFFIX))
         except (MillstreamError, OSError) as error:
             logger.warning("the report of what was set aside couldn't be written", stream=self._name, error=str(error))
         else:
@@ -156,43 +154,3 @@ class FollowerState:
     def let_go(self, leader_dropped: Seq) -> None:
         """Drop old segments, as the port requires."""
         self._retention.look(leader_dropped)
-
-
-RECORDS: Final = "records.jsonl"
-REPORT: Final = "report.json"
-
-
-def write_report(stream: str, found: SetAsideTail, folder: Path) -> Path:
-    """Write both files; return the folder that they are in.
-
-    Args:
-        found: the part of the log that was set aside.
-        folder: the folder to make; an interrupted call may have made it already.
-
-    Raises:
-        CorruptWal, OSError: the part can't be read, or the files can't be written; the part itself stays
-            set aside.
-    """
-    from millstream.model.record_json import to_json
-    from millstream.wal.reader import StreamReader
-    from millstream.wal.records_json import Cat
-
-    make_folder(folder)
-    reader = StreamReader(found.folder)
-    counts: Counter[str] = Counter()
-    with replacing(folder / RECORDS) as output:
-        for line in Cat(stream, reader, numbers=(Seq(found.first_seq - 1), None)).lines():
-            counts[line["table"] or "_messages"] += 1
-            output.write(f"{to_json(line)}\n".encode())
-    report = {
-        "stream": stream,
-        "log": found.folder,
-        "records": counts.total(),
-        "tables": dict(sorted(counts.items())),
-        "first_seq": int(found.first_seq),
-        "last_seq": int(reader.persisted_upto()),
-        "bytes": found.size_bytes,
-    }
-    # Written last, and whole: if it exists, the records do too.
-    replace_file(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
-    return folder

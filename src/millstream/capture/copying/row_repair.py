@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -34,10 +34,7 @@ from millstream.capture.copying.copy_text import CopiedRows, chunk_operation, ro
 from millstream.capture.copying.copy_threads import ChunkWorkers, Work
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
-from millstream.capture.copying.table_copies import TableCopies
 from millstream.capture.copying.touched_keys import touches_of, touches_of_spilled
-from millstream.capture.definition_entries import DefinitionEntries
-from millstream.capture.leaves.departure_entries import DepartureEntries
 from millstream.capture.source_tables import SourceIdentity, SourceTable, connect_same
 from millstream.capture.table_directory import TableDirectory
 from millstream.capture.watched_tables import WatchedTables
@@ -433,79 +430,3 @@ def _numbered(gone: pa.RecordBatch, rows: pa.RecordBatch) -> pa.RecordBatch:
     index = pa.array(np.arange(both.num_rows, dtype=np.int64))
     batches = both.set_column(place, gone.schema.field(place), index).to_batches()
     return batches[0] if batches else gone
-
-
-class CopiesAndRepairs:
-    """Table copies, repairs, definitions and departures as one `applier.CopySink`, and the session's other calls."""
-
-    def __init__(
-        self, copies: TableCopies, repairs: Repairs, catalog: Catalog, directory: TableDirectory, stream: StreamId
-    ) -> None:
-        self._copies = copies
-        self._repairs = repairs
-        self._definitions = DefinitionEntries(catalog, directory, stream)
-        self._departures = DepartureEntries(catalog, directory, stream)
-
-    def start(self) -> None:
-        """Start the workers."""
-        self._copies.start()
-        self._repairs.start()
-
-    def stop(self) -> None:
-        """End the workers."""
-        self._copies.stop()
-        self._repairs.stop()
-
-    @property
-    def all_done(self) -> bool:
-        """Whether nothing is left to copy or repair, and no definition or departure waits."""
-        waits = self._definitions.are_waiting or self._departures.are_waiting
-        return self._copies.all_done and self._repairs.all_done and not waits
-
-    @property
-    def waits_for_stream(self) -> bool:
-        """Whether a chunk, a definition or a departure waits for the stream."""
-        waits = self._copies.waits_for_stream or self._repairs.waits_for_stream
-        return waits or self._definitions.are_waiting or self._departures.wait_for_stream
-
-    @property
-    def keeps_session(self) -> bool:
-        """Whether another session would have to begin a copy again."""
-        return self._copies.keeps_session
-
-    def progress(self) -> dict[str, dict[str, Any]]:
-        """Return the progress of each table being copied."""
-        return self._copies.progress()
-
-    def see(self, rows: list[TableRow]) -> None:
-        """Begin the copies and repairs that the catalog asks for."""
-        self._copies.see(rows)
-        self._repairs.see(rows)
-
-    def note(self, ops: WriteOps | SpilledOp) -> None:
-        """Note operations that are about to be submitted."""
-        self._copies.note(ops)
-        self._repairs.note(ops)
-        self._departures.note(ops)
-
-    def passed(self, lsn: Lsn) -> None:
-        """Note that everything that committed at or below `lsn` has been submitted."""
-        self._copies.passed(lsn)
-        self._repairs.passed(lsn)
-        self._definitions.passed(lsn)
-        self._departures.passed(lsn)
-
-    def ready(self) -> Iterable[Entry]:
-        """Return the operations that may enter now."""
-        departures = self._departures.ready(self._copies.busy | self._repairs.busy)
-        return [*self._definitions.ready(), *departures, *self._copies.ready(), *self._repairs.ready()]
-
-    def discard(self, relation_oid: int) -> None:
-        """End copy and repair of a table that was quarantined."""
-        self._copies.discard(relation_oid)
-        self._repairs.discard(relation_oid)
-
-    def set_aside(self, relation_oid: int, quarantine: Callable[[], None]) -> None:
-        """Quarantine a table; no copy of it that has begun before goes on. Any thread."""
-        self._copies.discard(relation_oid, quarantine)
-        self._repairs.discard(relation_oid)

@@ -38,6 +38,7 @@ from millstream.capture.source_tables import SourceIdentity, SourceTable, connec
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill_files import SpillFolder
 from millstream.capture.table_directory import TableDirectory
+from millstream.capture.table_states import quarantine
 from millstream.capture.watched_tables import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import CodecError, ConfigError, DiskFull, MillstreamError, SourceError
@@ -412,10 +413,7 @@ class TableCopies:
         elif isinstance(error, ConfigError):
             self._directory.refuse(copy.row.relation_oid, copy.row.namespace, copy.row.name, error)
         else:
-            logger.warning("table quarantined", table=copy.name, reason=error.message)
-            self._catalog.set_state(
-                copy.row.id, TableState.QUARANTINED, f"its copy failed: {error.message}", details={"hint": error.hint}
-            )
+            quarantine(self._catalog, copy.row, f"its copy failed: {error.message}", details={"hint": error.hint})
             self._directory.refresh()
 
     def _prepare(self, copy: Copy, reader: ChunkReader) -> None:

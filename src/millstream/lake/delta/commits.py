@@ -4,12 +4,12 @@ Every commit of ours carries Delta's `txn(app, n)` and, in its commit info, a st
 that it was based on. A data-changing commit without a stamp is another program's: the table is foreign from then
 on, and nothing more is written to it. The check costs one read of the newest commit's JSON, because each stamped
 commit vouches for all commits up to the version that it was based on. The stamp has an id of the commit, too
-(`log_copies.lost_answers`).
+(`object_store.lost_answers`).
 
 A handle is used for one write only. delta-rs rejects a transaction through a handle that is older than another
 commit of the same app, but accepts it through a table opened since. The handle's `n` is the app's
 `transaction_version` when it was opened: writers compare `n` by the rule of `exactly_once`, and write through that handle.
-In an object store, a handle to land through works on a copy of the log (`log_copies`), by the same rules.
+In an object store, a handle to land through works on a copy of the log (`object_store.log_copy`), by the same rules.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from deltalake.transaction import AddAction, RemoveAction
 from deltalake.writer import WriterProperties
 
 from millstream.errors import LakeConflict, LakeTableForeign
+from millstream.lake.delta.object_store.log_copy import LogCopy, copied_log
+from millstream.lake.delta.object_store.lost_answers import settled
+from millstream.lake.delta.object_store.small_files import LakeStorageHandler
 from millstream.lake.layout import MESSAGES, LakeLayout
-from millstream.lake.log_copies.log_copy import LogCopy, copied_log
-from millstream.lake.log_copies.lost_answers import settled
-from millstream.lake.log_copies.small_files import LakeStorageHandler
 from millstream.lake.other_formats import check_format
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import Commit, Tail

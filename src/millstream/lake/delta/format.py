@@ -14,8 +14,8 @@ from millstream.errors import LakeError
 from millstream.lake.commit_cuts import last_cut
 from millstream.lake.data_files import erase_folder, remove_folder
 from millstream.lake.delta.commits import STAMP, STREAM_PROPERTY, DeltaHandle, bounded_property, open_copy, open_handle
+from millstream.lake.delta.object_store.small_files import LakeStorageHandler
 from millstream.lake.layout import LakeLayout
-from millstream.lake.log_copies.small_files import LakeStorageHandler
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import NewTable, Partition, TableFormat, refuse_other_format
 from millstream.model.addresses import mask_address

@@ -14,7 +14,8 @@ text, never with the product's own reading. It only handles data that fits into 
 
 from millstream.testing.oracle.history import Replay, check_order, check_transactions, replay_history
 from millstream.testing.oracle.lake import check_types, current_rows, table_folder
-from millstream.testing.oracle.source import TableRows, difference, source_rows
+from millstream.testing.oracle.source import source_rows
+from millstream.testing.oracle.table_rows import TableRows, difference
 
 __all__ = [
     "Replay",

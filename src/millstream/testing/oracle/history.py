@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from millstream.testing.oracle.lake import read_delta, text_columns
-from millstream.testing.oracle.source import RowText, TableRows, Text, Unknown
+from millstream.testing.oracle.table_rows import RowText, TableRows, Text, Unknown
 
 _LEAF = "__partition_oid"
 _XID_MASK = 0xFFFF_FFFF  # a record's xid has 32 bits, as in the protocol

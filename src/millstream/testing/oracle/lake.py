@@ -11,7 +11,8 @@ import pyarrow as pa
 from deltalake import DeltaTable
 
 from millstream.testing.oracle.pgtext import texts
-from millstream.testing.oracle.source import TableRows, _relation
+from millstream.testing.oracle.source import _relation
+from millstream.testing.oracle.table_rows import TableRows
 
 _SCALARS = {
     "smallint": pa.int16(),

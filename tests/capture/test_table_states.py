@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from millstream.capture.copy_or_history_only import after_identity_change, copy_or_history_only
+from millstream.capture.table_states import after_identity_change, copy_or_history_only
 from millstream.catalog import TableRow, TableState
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.schema import TableKind

@@ -31,8 +31,8 @@ from typing import Final
 from deltalake import DeltaTable
 
 from millstream.errors import LakeConflict, LakeUnavailable
+from millstream.lake.delta.object_store.store_client import StoreClient, StoredObject, store_client
 from millstream.lake.layout import LakeLayout
-from millstream.lake.log_copies.store_client import StoreClient, StoredObject, store_client
 from millstream.lake.store_errors import plain_text, store_error
 
 _LOG: Final = "_delta_log"

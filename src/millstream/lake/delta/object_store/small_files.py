@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 from deltalake.fs import DeltaStorageHandler
 
-from millstream.lake.log_copies.store_client import StoreClient, store_client
+from millstream.lake.delta.object_store.store_client import StoreClient, store_client
 
 if TYPE_CHECKING:
     from millstream.lake.layout import LakeLayout
