@@ -14,7 +14,7 @@ import pyarrow as pa
 from tests.app.homes import wait_for
 from tests.lake.landing import append_history
 
-from millstream.app.initialize import make_home
+from millstream.administration.initialize import make_home
 from millstream.app.open_home import open_other
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from millstream.app import cluster, executor_packages
-from millstream.app import doctor as doctors
+from millstream.administration import doctor as doctors
+from millstream.administration import executor_packages
+from millstream.administration.doctor import Diagnosis, as_checks, examine
+from millstream.administration.executor_packages import EXTRA, _distributions
+from millstream.app import cluster
 from millstream.app.cluster import lacks_encryption
-from millstream.app.doctor import Diagnosis, as_checks, examine
-from millstream.app.executor_packages import EXTRA, _distributions
 from millstream.config.file import load_config
 from millstream.errors import ConfigError, EngineError, UsageError
 from millstream.home.config_mapping import flight_address

@@ -17,7 +17,7 @@ from tests.serving.serving_process import served, web_home
 
 import millstream
 import millstream.aio
-from millstream.app import doctor
+from millstream.administration import doctor
 from millstream.delivery.consumer_lookup import Locked
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import DeliveryError, InvalidValue, WriterClosed

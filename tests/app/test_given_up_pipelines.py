@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from tests.app.homes import make_home
 from tests.export.test_log_export import fill, home_at
 
-from millstream.app.doctor import examine
+from millstream.administration.doctor import examine
 from millstream.app.open_home import OpenHome
 from millstream.app.pipelines import StreamPipeline, first_error, noted, run_pipelines
 from millstream.app.status import collect_status

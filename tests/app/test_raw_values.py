@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 from tests.app.landed import LandedHome
 
-from millstream.app.doctor import _alerts
+from millstream.administration.doctor import _alerts
 from millstream.app.status import collect_status
 from millstream.home.home import Home
 from millstream.testing.postgres import EmbeddedPostgres

@@ -16,7 +16,7 @@ import pytest
 from tests.app.homes import make_home
 from tests.cli.in_process import command
 
-from millstream.app import initialize
+from millstream.administration import initialize
 from millstream.cli.main import main
 from millstream.cli.wal_export_import import _named
 from millstream.private_files import open_private
@@ -293,7 +293,7 @@ def test_init_writes_the_lakes_place_and_refuses_one_with_a_key(tmp_path: Path) 
     ],
 )  # fmt: skip
 def test_a_password_in_a_dsn_becomes_a_variable(dsn: str, written: str | None, secret: str | None) -> None:
-    from millstream.app.initialize import take_password
+    from millstream.administration.initialize import take_password
 
     if written is not None:
         assert take_password(dsn, "S_PASSWORD") == (written, secret)
@@ -580,7 +580,7 @@ def test_doctor_has_no_script_for_a_source_that_can_not_be_asked(tmp_path: Path)
 
 
 def test_a_table_in_history_only_is_a_note_and_not_said_to_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:
-    from millstream.app.doctor import Diagnosis
+    from millstream.administration.doctor import Diagnosis
     from millstream.cli.doctor import _print_diagnosis
 
     for blocks in ("source", "table", "current", "nothing"):

@@ -17,7 +17,7 @@ from psycopg.pq import Conninfo
 from tests.cli.in_process import command
 from tests.seeds import examples
 
-from millstream.app.initialize import make_home
+from millstream.administration.initialize import make_home
 from millstream.cli.main import cli
 from millstream.config.interpolation import interpolate_dsn
 from millstream.errors import UsageError

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.app.initialize import make_home
+from millstream.administration.initialize import make_home
 from millstream.config.file import LoadedConfig, load_config
 from millstream.config.interpolation import interpolate, interpolate_dsn
 from millstream.config.quantities import size_bytes

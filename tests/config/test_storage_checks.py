@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.app.initialize import make_home
+from millstream.administration.initialize import make_home
 from millstream.config.file import load_config
 from millstream.config.stream_checks import OPTIONS
 from millstream.errors import ConfigError, UsageError

@@ -21,7 +21,7 @@ from tests.app.landed import LandedHome
 from tests.cli.in_process import command
 from tests.commands import Command
 
-from millstream.app.initialize import make_home
+from millstream.administration.initialize import make_home
 from millstream.app.table_requests import copy_table
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.diff.compare import DiffReport, Progress, diff_stream

@@ -17,7 +17,7 @@ from tests.app.landed import LandedHome
 from tests.capture.test_column_rules import KEY, digest, holds
 from tests.diff.test_diff import behind_captures_back, reasons, states, told
 
-from millstream.app.initialize import make_home
+from millstream.administration.initialize import make_home
 from millstream.diff.asked_repairs import ask_repairs
 from millstream.diff.compare import diff_stream
 from millstream.testing.postgres import EmbeddedPostgres

@@ -15,7 +15,7 @@ import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.commands import Command
 
-from millstream.app.doctor import examine
+from millstream.administration.doctor import examine
 from millstream.catalog import Catalog
 from millstream.errors import ConfigError
 from millstream.home.home import Home

@@ -11,7 +11,7 @@ import pytest
 from tests.app.homes import make_home
 
 import millstream
-from millstream.app.doctor import Diagnosis, examine
+from millstream.administration.doctor import Diagnosis, examine
 from millstream.home.home import Home
 
 CONFIG = "[streams.shop]\n[streams.shop.log]\nshards = 2\n"

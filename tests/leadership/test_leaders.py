@@ -11,7 +11,7 @@ import pytest
 from tests.app.homes import make_home, run
 
 import millstream
-from millstream.app.route_explain import explain_route
+from millstream.administration.route_explain import explain_route
 from millstream.app.status import collect_status
 from millstream.catalog.leaders import StreamLeaders
 from millstream.errors import CatalogError, Fenced, ReadOnly

@@ -13,7 +13,7 @@ from tests.nodes.wires import Wires, wires_between
 from tests.serving.servers import Authority
 
 import millstream
-from millstream.app.access_token_requests import create_token
+from millstream.administration.access_token_requests import create_token
 from millstream.errors import MillstreamError
 from millstream.home.home import Home
 from millstream.leadership.node_roles import Roles

@@ -15,7 +15,7 @@ from tests.protocol.delivery_leaves import LeavesWorld
 from tests.protocol.delivery_world import World
 
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, LatestConsumer, Limits, Message, State, Status
-from millstream.protocol.delivery import changes as kinds
+from millstream.protocol.delivery import state_changes as kinds
 from millstream.protocol.delivery.dead_letter_index import DeadLetters
 from millstream.protocol.delivery.delivery_order import Pending
 from millstream.protocol.delivery.entries import Answer, Entry, EntryState, Group

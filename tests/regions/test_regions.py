@@ -16,7 +16,7 @@ from tests.regions.two_homes import CONFIG, both, follow, made
 from tests.wal.plain_operations import plain_ops, plain_table
 
 import millstream
-from millstream.app.doctor import examine
+from millstream.administration.doctor import examine
 from millstream.app.open_home import open_other
 from millstream.cli.main import cli
 from millstream.config.file import load_config

@@ -20,7 +20,7 @@ from tests.crdt.region_logs import COLUMNS, Said, plainly_merged
 from tests.regions.two_homes import follow, made
 
 import millstream
-from millstream.app.doctor import examine
+from millstream.administration.doctor import examine
 from millstream.crdt.hlc import DRIFT_MAX_NS
 from millstream.home.home import Home
 from millstream.model.ids import RegionId, region_log_name

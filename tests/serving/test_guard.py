@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millstream import Guard
-from millstream.app.access_token_requests import create_token
+from millstream.administration.access_token_requests import create_token
 from millstream.errors import AccessError, Unauthenticated
 from millstream.home.home import Home
 

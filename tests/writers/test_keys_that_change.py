@@ -8,7 +8,7 @@ import pytest
 from deltalake import DeltaTable
 from tests.app.landed import LandedHome
 
-from millstream.app.rebuild import rebuild_table
+from millstream.administration.rebuild import rebuild_table
 from millstream.home.config_mapping import lake_layout
 from millstream.lake.folded.scd2_table import fold_into_versions, rebuild_versions
 from millstream.lake.layout import LakeLayout

@@ -24,8 +24,8 @@ from tests.app.served import serving
 from tests.commands import SCRIPT, Command, run_command
 
 import millstream
+from millstream.administration.route_explain import explain_route
 from millstream.app.open_home import home_appender
-from millstream.app.route_explain import explain_route
 from millstream.catalog.hash_ring_history import RingEras
 from millstream.errors import ConfigError, PartialWrite, PositionError, RoutingError, UnknownStream, UsageError
 from millstream.home.home import Home

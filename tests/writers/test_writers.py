@@ -25,7 +25,7 @@ from tests.seeds import Seeds
 from tests.wal.plain_operations import plain_ops, plain_spilled, plain_table
 from tests.writers.writer_process import ROWS
 
-from millstream.app.doctor import examine
+from millstream.administration.doctor import examine
 from millstream.catalog import Catalog
 from millstream.catalog.database import CatalogDatabase
 from millstream.catalog.shared_sequence import PostgresSequenceStore

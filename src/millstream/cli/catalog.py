@@ -24,7 +24,7 @@ def catalog_move(invocation: Invocation) -> None:
 
     Stop all processes of the home first.
     """
-    from millstream.app.catalog_move import move_catalog
+    from millstream.administration.catalog_move import move_catalog
 
     home = invocation.home(needs_source=False)
     moved = move_catalog(home)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @pass_invocation
 def doctor(invocation: Invocation, as_sql: bool, quiet: bool, as_json: bool) -> None:
     """Check home, disk, catalog, Java, Spark, lake and source; print the command that fixes each problem (exit code 3)."""
-    from millstream.app.doctor import as_checks, examine, repair_script
+    from millstream.administration.doctor import as_checks, examine, repair_script
 
     home = invocation.home()
     if as_sql:

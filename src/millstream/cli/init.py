@@ -72,7 +72,7 @@ def init(
     which one to export. Other users of the machine can see a command's arguments while it runs;
     `--password-env` keeps the password out of them.
     """
-    from millstream.app.initialize import make_home
+    from millstream.administration.initialize import make_home
     from millstream.errors import UsageError
 
     if tables and source is None:

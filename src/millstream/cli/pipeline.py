@@ -13,7 +13,7 @@ from millstream.cli.context import Invocation, json_option, note, pass_invocatio
 from millstream.cli.run import pipeline
 
 if TYPE_CHECKING:
-    from millstream.app.rebuild import From
+    from millstream.administration.rebuild import From
 
 
 @pipeline.command("fold")
@@ -27,7 +27,7 @@ def fold(invocation: Invocation, tables: tuple[str, ...], stream: str | None, as
     The running pipeline does it; if none runs, this command does. With `fold = "manual"` in the
     stream's lake, tables are folded by this command alone.
     """
-    from millstream.app.fold import fold_tables
+    from millstream.administration.fold import fold_tables
 
     done = fold_tables(invocation.own_home(needs_source=False), tables, stream=stream, say=note)
     if as_json:
@@ -54,7 +54,7 @@ def env(file: Path, platforms: tuple[str, ...], as_json: bool) -> None:
     The packages are this Python's, so workers need a Python of the same minor version, and the same
     platform unless --platform names theirs.
     """
-    from millstream.app.executor_packages import pack_executor_packages
+    from millstream.administration.executor_packages import pack_executor_packages
 
     packed = pack_executor_packages(file, platforms)
     if as_json:
@@ -81,7 +81,7 @@ def move(invocation: Invocation, location: str, stream: str | None, as_json: boo
     Set the new store's `storage_options` before. After an Iceberg lake's files or its home were moved by hand, name
     the lake's present location: the tables' metadata are written again with its address.
     """
-    from millstream.app.lake_move import move_lake
+    from millstream.administration.lake_move import move_lake
     from millstream.model.addresses import mask_address
     from millstream.model.human_text import counted, human_bytes
 
@@ -130,7 +130,7 @@ def rebuild(
     wrote into is moved away; an Iceberg table gets a tag and is emptied. With --from source, a damaged history starts over too; the other views
     follow when the copy is complete.
     """
-    from millstream.app.rebuild import rebuild_table
+    from millstream.administration.rebuild import rebuild_table
 
     done = rebuild_table(
         invocation.own_home(needs_source=False), table, stream=stream, origin=origin, views=views, say=note
@@ -176,7 +176,7 @@ def replay(
     The new table is in lake/<stream>/replays/NAME, or at PATH, and is complete or absent. The same
     call with the same range returns the finished table; nothing is overwritten.
     """
-    from millstream.app.rebuild import replay_table
+    from millstream.administration.rebuild import replay_table
 
     done = replay_table(invocation.own_home(needs_source=False), table, begin=begin, end=end, into=into, stream=stream)
     if as_json:

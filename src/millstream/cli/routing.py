@@ -60,7 +60,7 @@ def explain(
     ROW is a JSON object, in the form in which an application appends it. Without ROW, the command
     lists every route of the table, in the order in which they are tried. It writes nothing.
     """
-    from millstream.app.route_explain import explain_route
+    from millstream.administration.route_explain import explain_route
 
     told = _moments(moments)
     asked = {} if row is None and told else _object(row)

@@ -173,7 +173,7 @@ def demo(folder: str) -> None:
     """Demonstrate exactly-once capture under failures: own PostgreSQL, live workload, SIGKILLs, and a check that nothing was lost."""
     from pathlib import Path
 
-    from millstream.app.demo import run_demo
+    from millstream.administration.demo import run_demo
 
     report: Any = run_demo(Path(folder), say=note)
     for line in report.lines():

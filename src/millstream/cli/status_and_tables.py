@@ -365,7 +365,7 @@ def tables_copy(invocation: Invocation, table: str, stream: str | None, *, forge
     from millstream.app.table_requests import copy_table
 
     if forget:
-        from millstream.app.rebuild import forget_table
+        from millstream.administration.rebuild import forget_table
 
         dropped = forget_table(invocation.home(needs_source=False), table, stream=stream, say=note)
         note(f"{table}: its older records are deleted, and {counted(dropped, 'dead letter')}")

@@ -52,7 +52,7 @@ def create(
     as_json: bool,
 ) -> None:
     """Create a token and print it once: the home stores only its hash."""
-    from millstream.app.access_token_requests import create_token
+    from millstream.administration.access_token_requests import create_token
 
     text_given = sys.stdin.readline().strip() if given else None
     facts, text = create_token(
@@ -74,7 +74,7 @@ def create(
 @pass_invocation
 def ls(invocation: Invocation, as_json: bool = False) -> None:
     """List the home's tokens: names and rights, never the tokens."""
-    from millstream.app.access_token_requests import list_tokens
+    from millstream.administration.access_token_requests import list_tokens
 
     found = list_tokens(invocation.home(needs_source=False))
     if as_json:
@@ -101,7 +101,7 @@ def ls(invocation: Invocation, as_json: bool = False) -> None:
 @pass_invocation
 def revoke(invocation: Invocation, token: str) -> None:
     """Revoke a token. A running server rejects it within two seconds."""
-    from millstream.app.access_token_requests import revoke_token
+    from millstream.administration.access_token_requests import revoke_token
 
     gone = revoke_token(invocation.home(needs_source=False), token)
     note(f"Token {gone['name']} ({gone['id']}) is revoked.")

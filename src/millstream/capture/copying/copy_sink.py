@@ -1,6 +1,6 @@
 """The capture session's side entries as one: table copies, repairs, definitions and departures.
 
-Each decides by itself what may enter the log, and when; the applier asks all of them here.
+Each decides on its own what may enter the log, and when; the applier asks all of them here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`doctor`: every problem that would keep a home from running, each with its fix. It changes only caches.
 
 It writes an object of its own into object stores, reads it and deletes it. The checks are `capture.source_checks`
-and `capture.server_checks` of the source and its server, `app.lake_checks` of lakes, `nodes.node_checks` of other nodes.
+and `capture.server_checks` of the source and its server, `administration.lake_checks` of lakes, `nodes.node_checks` of other nodes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.app.address_checks import examine_addresses
-from millstream.app.conditions import Kind, what_to_run
-from millstream.app.initialize import holds_password
-from millstream.app.lake_checks import (
+from millstream.administration.address_checks import examine_addresses
+from millstream.administration.initialize import holds_password
+from millstream.administration.lake_checks import (
     BEFORE_THE_FIRST_RUN,
     LATER,
     check_lake,
@@ -29,6 +28,7 @@ from millstream.app.lake_checks import (
     id_in,
     probe_lake_catalog,
 )
+from millstream.app.conditions import Kind, what_to_run
 from millstream.app.status import collect_status, live_progress, tables_of
 from millstream.app.status_words import undelivered, why_and_since
 from millstream.app.table_checks import refused_tables

@@ -16,7 +16,7 @@ import pytest
 from obstore.store import S3Store
 from tests.app.homes import make_home
 
-from millstream.app.doctor import Diagnosis, examine
+from millstream.administration.doctor import Diagnosis, examine
 from millstream.errors import LakeUnavailable
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home

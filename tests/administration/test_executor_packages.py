@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import millstream
-from millstream.app.executor_packages import _distributions, pack_executor_packages
+from millstream.administration.executor_packages import _distributions, pack_executor_packages
 from millstream.errors import UsageError
 
 PLATFORM = "manylinux_2_28_riscv64"

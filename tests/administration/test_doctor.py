@@ -15,9 +15,9 @@ from tests.app.homes import make_home
 from tests.cli.in_process import command
 
 import millstream
-from millstream.app import doctor as doctors
+from millstream.administration import doctor as doctors
+from millstream.administration.doctor import Diagnosis, examine
 from millstream.app.alerts.alert_file import Kept
-from millstream.app.doctor import Diagnosis, examine
 from millstream.app.status import collect_status, quarantine_of
 from millstream.catalog import TableState
 from millstream.catalog.pipeline_tables import QuarantinedTable

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from millstream.app.rebuild import COPYING, await_outcome, failed_view, folded_views
+from millstream.administration.rebuild import COPYING, await_outcome, failed_view, folded_views
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
 from millstream.errors import LakeBehind, MillstreamError, UnknownTable, UsageError
 from millstream.home.config_mapping import pipeline_config

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
+from tests.administration.test_lake_move import ids, location_of
 from tests.app.homes import run
 from tests.app.landed import LandedHome
-from tests.app.test_lake_move import ids, location_of
 
 from millstream import open as millstream_open
-from millstream.app.initialize import make_home
-from millstream.app.lake_move import move_lake
+from millstream.administration.initialize import make_home
+from millstream.administration.lake_move import move_lake
 from millstream.errors import LakeConflict, LakeError, UsageError
 from millstream.home.home import Home
 from millstream.lake.iceberg.moving import IcebergMove

@@ -11,7 +11,7 @@ from tests.app.homes import run
 from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
-from millstream.app.fold import fold_tables
+from millstream.administration.fold import fold_tables
 from millstream.app.table_requests import copy_table
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import InvalidQuery, UnknownTable, UsageError

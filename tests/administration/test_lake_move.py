@@ -12,7 +12,7 @@ from tests.app.homes import run
 from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
-from millstream.app.lake_move import move_lake
+from millstream.administration.lake_move import move_lake
 from millstream.errors import HomeBusy, LakeError, UsageError
 from millstream.home.home import Home
 from millstream.processes.role_locks import RoleLock

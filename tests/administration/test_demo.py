@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.app.demo import DemoReport, _millstream
+from millstream.administration.demo import DemoReport, _millstream
 
 
 def test_the_next_commands_of_a_demo_run_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from tests.app.landed import LandedHome
 from tests.cli.in_process import command
 
 import millstream
-from millstream.app import rebuild
-from millstream.app.doctor import _alerts
-from millstream.app.initialize import make_home
-from millstream.app.rebuild import forget_table
+from millstream.administration import rebuild
+from millstream.administration.doctor import _alerts
+from millstream.administration.initialize import make_home
+from millstream.administration.rebuild import forget_table
 from millstream.app.status import collect_status
 from millstream.app.table_requests import copy_table
 from millstream.capture.column_rules import rows_before_rules
