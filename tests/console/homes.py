@@ -7,6 +7,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from tests.app.homes import make_home
 
 from millstream.app.open_home import OpenHome
 from millstream.console.routes import Console
+from millstream.console.shared_status import USUAL, Timing
 from millstream.home.home import Home
 from millstream.model.access import Rights
 from millstream.model.replication import NodeName
@@ -85,11 +87,11 @@ class Site:
 
 
 @contextlib.contextmanager
-def site_of(home: Home) -> Iterator[Site]:
+def site_of(home: Home, timing: Timing = USUAL) -> Iterator[Site]:
     """Open the application of a home."""
     with (
         contextlib.closing(Access.of_home(home)) as access,
-        contextlib.closing(Application(home, access, [Console])) as application,
+        contextlib.closing(Application(home, access, [partial(Console, timing=timing)])) as application,
         asyncio.Runner() as loop,
     ):
         site = Site(home, application, application.asgi(), loop)

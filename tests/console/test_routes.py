@@ -19,8 +19,9 @@ from tests.console.test_html import Seen
 
 from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
-from millstream.console import shared_status, table_page
+from millstream.console import table_page
 from millstream.console.routes import Console, _live_path
+from millstream.console.shared_status import Timing
 from millstream.model.access import Rights
 from millstream.model.ids import TableId
 from millstream.serving import browser_sessions, health
@@ -374,8 +375,6 @@ def test_while_the_first_status_hangs_pages_say_so_and_show_it_once_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each page waited for it without end."""
-    monkeypatch.setattr(shared_status, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(shared_status, "_FIRST_PATIENCE_S", 0.1)
     may = threading.Event()
 
     def hanging(*arguments: Any) -> dict[str, Any]:
@@ -383,7 +382,7 @@ def test_while_the_first_status_hangs_pages_say_so_and_show_it_once_it_comes(
         return collect_status(*arguments)
 
     monkeypatch.setattr(health, "collect_status", hanging)
-    with site_of(filled_home(tmp_path / "home")) as site:
+    with site_of(filled_home(tmp_path / "home"), Timing(patience_s=0.05, first_patience_s=0.1)) as site:
         for path in ("/", "/tables", "/tables/shop/public.orders", "/log/shop", "/diff"):
             answer = site.get(path)
             assert answer.status_code == 503, path
@@ -401,9 +400,8 @@ def test_while_the_first_status_hangs_pages_say_so_and_show_it_once_it_comes(
 def test_the_first_page_shows_the_status_that_was_taken_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_status, "_PATIENCE_S", 0.05)
     may = threading.Event()
-    with site_of(filled_home(tmp_path / "home")) as site:
+    with site_of(filled_home(tmp_path / "home"), Timing(patience_s=0.05, first_patience_s=0.1)) as site:
         site.application.health.status()
         monkeypatch.setattr(health, "collect_status", lambda *_: may.wait(60))
         answer = site.get("/tables/shop/public.orders")

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ from structlog.testing import capture_logs
 
 from millstream.app import record_rates
 from millstream.app.record_rates import Rates
-from millstream.console import shared_status as module
 from millstream.console.html import Part, Rendered, tag
-from millstream.console.shared_status import Live, Snapshot, View
+from millstream.console.shared_status import Live, Snapshot, Timing, View
 from millstream.console.visible_streams import VisibleStreams
 from millstream.errors import MillstreamError
 from millstream.process_metrics import LOG_RECORDS
@@ -76,12 +76,11 @@ def test_many_callers_at_once_get_one_status() -> None:
     asyncio.run(look())
 
 
-def test_it_is_taken_again_while_there_are_viewers_and_no_longer_afterwards(monkeypatch: Any) -> None:
+def test_it_is_taken_again_while_there_are_viewers_and_no_longer_afterwards() -> None:
     home = Home()
-    monkeypatch.setattr(module, "_EVERY_S", 0.01)
 
     async def watch() -> None:
-        live = Live(home.collect, render, home.look)
+        live = Live(home.collect, render, home.look, timing=Timing(every_s=0.01))
         with live.watched(VIEW), live.watched(VIEW):
             await until_newer(live, 3)
         running = live._running
@@ -97,13 +96,11 @@ def test_it_is_taken_again_while_there_are_viewers_and_no_longer_afterwards(monk
     asyncio.run(watch())
 
 
-def test_a_status_that_hangs_leaves_the_last_one_with_its_age(monkeypatch: Any) -> None:
+def test_a_status_that_hangs_leaves_the_last_one_with_its_age() -> None:
     home = Home()
-    monkeypatch.setattr(module, "_EVERY_S", 0.01)
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
 
     async def watch() -> None:
-        live = Live(home.collect, render, home.look)
+        live = Live(home.collect, render, home.look, timing=Timing(every_s=0.01, patience_s=0.05))
         with live.watched(VIEW):
             await until_newer(live, 0)
             home.may.clear()
@@ -124,8 +121,7 @@ def test_a_status_that_hangs_leaves_the_last_one_with_its_age(monkeypatch: Any) 
     asyncio.run(watch())
 
 
-def test_a_status_that_fails_is_taken_again(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_EVERY_S", 0.01)
+def test_a_status_that_fails_is_taken_again() -> None:
     home = Home()
     failures = [OSError("gone"), ValueError("bug")]
 
@@ -135,7 +131,7 @@ def test_a_status_that_fails_is_taken_again(monkeypatch: Any) -> None:
         return home.collect()
 
     async def watch() -> None:
-        live = Live(collect, render, home.look)
+        live = Live(collect, render, home.look, timing=Timing(every_s=0.01))
         with live.watched(VIEW):
             await until_newer(live, 3)
         assert not failures
@@ -144,8 +140,7 @@ def test_a_status_that_fails_is_taken_again(monkeypatch: Any) -> None:
     asyncio.run(watch())
 
 
-def test_a_status_that_fails_leaves_the_last_one_with_its_age_and_is_logged_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_EVERY_S", 0.01)
+def test_a_status_that_fails_leaves_the_last_one_with_its_age_and_is_logged_once() -> None:
     home, failing = Home(), [False]
 
     def collect() -> dict[str, Any]:
@@ -154,7 +149,7 @@ def test_a_status_that_fails_leaves_the_last_one_with_its_age_and_is_logged_once
         return home.collect()
 
     async def look() -> None:
-        live = Live(collect, render, home.look)
+        live = Live(collect, render, home.look, timing=Timing(every_s=0.01))
         first = await live.snapshot()
         failing[0] = True
         with capture_logs() as logs:
@@ -182,21 +177,26 @@ def test_without_any_status_the_error_is_the_viewer_s() -> None:
     asyncio.run(look())
 
 
-def test_the_first_page_while_a_status_hangs_shows_the_last_one_of_others_or_says_so(monkeypatch: Any) -> None:
+def test_the_first_page_while_a_status_hangs_shows_the_last_one_of_others_or_says_so() -> None:
     """It waited for as long as the status hung."""
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(module, "_FIRST_PATIENCE_S", 0.1)
-    monkeypatch.setattr(module, "_EVERY_S", 0.01)
     home = Home()
     home.may.clear()
 
     async def look() -> None:
         known = EMPTY | {"number": 0}, time.monotonic() - 60
-        live = Live(home.collect, render, home.look, lambda: known)
+        live = Live(
+            home.collect,
+            render,
+            home.look,
+            lambda: known,
+            timing=Timing(patience_s=0.05, first_patience_s=0.1, every_s=0.01),
+        )
         first, area = await live.area(VIEW)
         assert time.monotonic() - first.taken_s > 60
         assert "/ 0" in area.whole
-        other = Live(home.collect, render, home.look)
+        other = Live(
+            home.collect, render, home.look, timing=Timing(patience_s=0.05, first_patience_s=0.1, every_s=0.01)
+        )
         with capture_logs() as logs, other.watched(VIEW):
             for _ in range(2):
                 with pytest.raises(MillstreamError, check=coded("status_hangs")):
@@ -213,14 +213,12 @@ def test_the_first_page_while_a_status_hangs_shows_the_last_one_of_others_or_say
     asyncio.run(look())
 
 
-def test_it_is_taken_only_if_something_has_changed_and_stays_current_meanwhile(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_EVERY_S", 0.01)
-    monkeypatch.setattr(module, "_UNCHANGED_S", 60.0)
+def test_it_is_taken_only_if_something_has_changed_and_stays_current_meanwhile() -> None:
     home = Home()
     home.seen = "idle"
 
     async def look() -> None:
-        live = Live(home.collect, render, home.look)
+        live = Live(home.collect, render, home.look, timing=Timing(every_s=0.01, unchanged_s=60.0))
         diff = View("/diff", VisibleStreams(None))
         first, area = await live.area(VIEW)
         _, compared = await live.area(diff)
@@ -231,7 +229,7 @@ def test_it_is_taken_only_if_something_has_changed_and_stays_current_meanwhile(m
         home.seen = "written"
         await until(live.snapshot, lambda found: found.status["number"] == 2)
         # A change that a look misses is shown later.
-        monkeypatch.setattr(module, "_UNCHANGED_S", 0.05)
+        live.timing = replace(live.timing, unchanged_s=0.05)
         await until(live.snapshot, lambda found: found.status["number"] == 3)
         live.close()
 
@@ -239,8 +237,6 @@ def test_it_is_taken_only_if_something_has_changed_and_stays_current_meanwhile(m
 
 
 def test_a_rate_falls_to_zero_though_nothing_changes_any_longer(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_EVERY_S", 0.01)
-    monkeypatch.setattr(module, "_UNCHANGED_S", 60.0)
     monkeypatch.setattr(record_rates, "_WINDOW_S", 0.1)
     home = Home()
     home.seen = 0
@@ -251,7 +247,7 @@ def test_a_rate_falls_to_zero_though_nothing_changes_any_longer(monkeypatch: Any
         return status(0, records[0]) | {"number": home.taken}
 
     async def look() -> None:
-        live = Live(collect, render, home.look)
+        live = Live(collect, render, home.look, timing=Timing(every_s=0.01, unchanged_s=60.0))
         await live.area(VIEW)
         records[0], home.seen = 1000, 1
         fast = await until(live.snapshot, lambda found: found.rates.get("shop", 0) > 0)
@@ -264,9 +260,7 @@ def test_a_rate_falls_to_zero_though_nothing_changes_any_longer(monkeypatch: Any
     asyncio.run(look())
 
 
-def test_a_large_home_that_changes_all_the_time_is_taken_seldom_and_shows_its_age(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_EVERY_S", 0.01)
-    monkeypatch.setattr(module, "_EVERY_S_MAX", 0.5)
+def test_a_large_home_that_changes_all_the_time_is_taken_seldom_and_shows_its_age() -> None:
     home = Home()
 
     def collect() -> dict[str, Any]:
@@ -276,7 +270,7 @@ def test_a_large_home_that_changes_all_the_time_is_taken_seldom_and_shows_its_ag
         return home.collect()
 
     async def look() -> None:
-        live = Live(collect, render, home.look)
+        live = Live(collect, render, home.look, timing=Timing(every_s=0.01, every_s_max=0.5))
         await until(live.snapshot, lambda found: found.status["number"] >= 3)
         taken, began_s = home.taken, time.monotonic()
         oldest_s = 0.0

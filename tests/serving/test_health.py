@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,7 @@ def test_a_server_ends_while_its_status_hangs(home: Home, monkeypatch: pytest.Mo
         return {}
 
     monkeypatch.setattr(module, "collect_status", hanging)
-    monkeypatch.setattr(module, "_CLOSES_WITHIN_S", 0.1)
-    health = Health(home)
+    health = Health(home, closes_within_s=0.1)
     asking = threading.Thread(target=health.status)
     asking.start()
     try:
@@ -97,8 +95,7 @@ def test_while_a_status_hangs_requests_get_the_last_one_with_its_age(
         return taken
 
     monkeypatch.setattr(module, "collect_status", hanging)
-    monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 0.1)
-    health = Health(home)
+    health = Health(home, answers_within_s=0.1)
     try:
         with pytest.raises(MillstreamError, check=coded("status_hangs")):
             health.answer()
@@ -106,31 +103,29 @@ def test_while_a_status_hangs_requests_get_the_last_one_with_its_age(
         assert health.errors() == []
         assert health.ready()[0]
         may.set()
-        monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 60.0)
+        health.answers_within_s = 60.0
         assert health.answer()["streams"] == taken["streams"]
 
         may.clear()
-        monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 0.1)
-        monkeypatch.setattr(module, "_KEEP_S", 0.0)
+        health.answers_within_s = 0.1
+        health.keep_s = 0.0
         late = health.answer()
         assert late["streams"] == taken["streams"]
         assert (late["age_s"] > 0, late["problems"]) == (True, [])
         assert b"millstream_status_age_seconds" in prometheus_text(health.answer)
-        monkeypatch.setattr(module, "_HANGS_AFTER_S", 0.0)
+        health.hangs_after_s = 0.0
         assert "doesn't answer" in health.answer()["problems"][0]
         assert not health.healthy()[0]
         assert health.ready()[0]
     finally:
         may.set()
-    monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 60.0)
+    health.answers_within_s = 60.0
     assert health.answer()["problems"] == []
     health.close()
 
 
-def test_a_status_is_kept_for_a_second_unless_it_is_renewed(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEEP_S", 3600.0)
-    health = Health(home)
-    monkeypatch.setattr(health, "_status_s", time.monotonic() - 7200)
+def test_a_status_is_kept_for_a_while_unless_it_is_renewed(home: Home) -> None:
+    health = Health(home, keep_s=3600.0)
     first = health.status()
     assert health.status() is first
     renewed = health.renewed()

@@ -35,7 +35,7 @@ from millstream.console import (
 )
 from millstream.console.html import Content, Piece, Rendered, tag
 from millstream.console.page_frame import PAGES, address, error_content, link, login_content, page
-from millstream.console.shared_status import Live, Snapshot, View
+from millstream.console.shared_status import USUAL, Live, Snapshot, Timing, View
 from millstream.console.troubles import troubles_of
 from millstream.console.visible_streams import VisibleStreams
 from millstream.errors import (
@@ -88,7 +88,7 @@ _CHARTS_KEPT: Final = 32
 class Console:
     """The console of a home's server: `router` has its paths. For one event loop."""
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: Application, *, timing: Timing = USUAL) -> None:
         self._home = application.home
         self._access = application.access
         self._reading = application.reading
@@ -98,7 +98,7 @@ class Console:
         self.figures: Final = Figures(application.home, application.health.status)
         self.diffs: Final = diff_page.Diffs(application.home)
         self.live: Final = Live(
-            application.health.renewed, self._area, partial(look, self._home), application.health.last
+            application.health.renewed, self._area, partial(look, self._home), application.health.last, timing=timing
         )
         self._drawn = lru_cache(_CHARTS_KEPT)(self._draw)
         self._name = self._home.path.name

@@ -21,16 +21,26 @@ from millstream.errors import MillstreamError
 
 logger = structlog.get_logger("millstream.serve")
 
-_EVERY_S: Final = 1.0
 _SHARE: Final = 0.015
 """The part of a core that taking the status may cost: of a large home it is taken less often."""
-_EVERY_S_MAX: Final = 10.0
-_UNCHANGED_S: Final = 5.0
-"""How long a status is shown while nothing seems to have changed: lags in seconds grow, and a look doesn't see everything."""
-_PATIENCE_S: Final = 2.0
-"""How long a page waits for the next status before it shows the last one."""
-_FIRST_PATIENCE_S: Final = 5.0
-"""How long a page waits if there is no last one; as long as a request for the status does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How often a status is taken, and how long a page waits for one, in seconds."""
+
+    every_s: float = 1.0
+    every_s_max: float = 10.0
+    """Of a home whose status costs much."""
+    unchanged_s: float = 5.0
+    """How long a status is shown while nothing seems to have changed: lags in seconds grow, and a look doesn't see everything."""
+    patience_s: float = 2.0
+    """How long a page waits for the next status before it shows the last one."""
+    first_patience_s: float = 5.0
+    """How long a page waits if there is no last one; as long as a request for the status does."""
+
+
+USUAL: Final = Timing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,10 @@ class Live:
         render: Render,
         look: Callable[[], Hashable | None],
         last: Callable[[], tuple[Status, float] | None] = lambda: None,
+        *,
+        timing: Timing = USUAL,
     ) -> None:
+        self.timing = timing
         self._collect = collect
         self._render = render
         self._look = look
@@ -105,13 +118,13 @@ class Live:
             MillstreamError (`status_hangs`): there is no last one.
         """
         now_s = time.monotonic()
-        if self._current is not None and now_s - self._looked_s < _EVERY_S:
+        if self._current is not None and now_s - self._looked_s < self.timing.every_s:
             return self._current
         if self._taking is None or self._taking.done():
             self._began_s = now_s
             self._taking = asyncio.get_running_loop().run_in_executor(self._taker, self._take)
         taking = self._taking
-        for patience_s in (_PATIENCE_S, _FIRST_PATIENCE_S):
+        for patience_s in (self.timing.patience_s, self.timing.first_patience_s):
             await asyncio.wait([taking], timeout=max(0.0, self._began_s + patience_s - time.monotonic()))
             if self._current is not None:
                 return self._current
@@ -156,7 +169,7 @@ class Live:
     @property
     def _every_s(self) -> float:
         cost_s = min(self._costs_s) if len(self._costs_s) == self._costs_s.maxlen else 0.0
-        return min(max(_EVERY_S, cost_s / _SHARE), _EVERY_S_MAX)
+        return min(max(self.timing.every_s, cost_s / _SHARE), self.timing.every_s_max)
 
     async def _run(self) -> None:
         while self._views:
@@ -171,7 +184,7 @@ class Live:
                 self._is_failing = True
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
-            await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(self.timing.every_s)
 
     def _take(self) -> Snapshot:
         self._looked_s = time.monotonic()
@@ -192,7 +205,12 @@ class Live:
 
     def _next(self, current: Snapshot | None, now_s: float) -> Snapshot:
         seen, age_s = self._look(), now_s - self._collected_s
-        if current is not None and seen is not None and seen == self._seen and age_s < max(_UNCHANGED_S, self._every_s):
+        if (
+            current is not None
+            and seen is not None
+            and seen == self._seen
+            and age_s < max(self.timing.unchanged_s, self._every_s)
+        ):
             rates = self._rates.take(current.status, now_s)
             # A comparison goes on in this process, whatever the home does.
             is_same = rates == current.rates

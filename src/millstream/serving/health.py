@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -25,30 +26,38 @@ if TYPE_CHECKING:
 
     from millstream.home.home import Home
 
-_KEEP_S: Final = 1.0
-"""More frequent requests than this get the same answer: a status reads the lake's last cut."""
-
 _PATIENCE_S: Final = 2.0
 """How long a status waits for a catalog that has gone away: a health check has to report that."""
-_CLOSES_WITHIN_S: Final = 2.0
-
-_ANSWERS_WITHIN_S: Final = 5.0
-"""How long a new status may take before requests get the last one: half of Prometheus's patience."""
 _READY_WITHIN_S: Final = 0.5
 """How long a probe of readiness waits for the errors that it reports along."""
-_HANGS_AFTER_S: Final = 15.0
-"""How long a status may take before that is a problem; in a home of thousands of tables it takes seconds."""
 
 
 class Health:
-    """A home's status, and whether its server takes requests. Any number of threads."""
+    """A home's status, and whether its server takes requests. Any number of threads.
 
-    def __init__(self, home: Home) -> None:
+    Args:
+        keep_s: more frequent requests than this get the same answer: a status reads the lake's last cut.
+        closes_within_s: how long `close` waits for a status under way.
+        answers_within_s: how long a new status may take before requests get the last one: half of Prometheus's patience.
+        hangs_after_s: how long a status may take before that is a problem; in a home of thousands of tables it takes seconds.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        *,
+        keep_s: float = 1.0,
+        closes_within_s: float = 2.0,
+        answers_within_s: float = 5.0,
+        hangs_after_s: float = 15.0,
+    ) -> None:
+        self.keep_s, self.closes_within_s = keep_s, closes_within_s
+        self.answers_within_s, self.hangs_after_s = answers_within_s, hangs_after_s
         self._home = home
         self._roles = Roles(home)
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
-        self._status_s = -_KEEP_S
+        self._status_s = -math.inf
         self._request_lock = threading.Lock()
         self._asking: Future[dict[str, Any]] | None = None
         """The status that requests wait for, which may hang."""
@@ -59,7 +68,7 @@ class Health:
 
     def close(self) -> None:
         """Close what the status keeps open, unless a status hangs: the server ends all the same."""
-        if self._lock.acquire(timeout=_CLOSES_WITHIN_S):
+        if self._lock.acquire(timeout=self.closes_within_s):
             try:
                 self._cache.close()
             finally:
@@ -68,7 +77,7 @@ class Health:
     def status(self) -> dict[str, Any]:
         """Return the status that `millstream status --json` prints."""
         with self._lock:
-            return self._status if time.monotonic() - self._status_s < _KEEP_S else self._renewed()
+            return self._status if time.monotonic() - self._status_s < self.keep_s else self._renewed()
 
     def answer(self, *, within_s: float | None = None) -> dict[str, Any]:
         """Return the status and its age in seconds, `age_s`; the last one if a new one takes too long.
@@ -80,14 +89,14 @@ class Health:
             if self._asking is None or self._asking.done():
                 self._asking, self._asked_s = call_in_thread("status", self.status), time.monotonic()
             asking, asked_s = self._asking, self._asked_s
-        patience_s = _ANSWERS_WITHIN_S if within_s is None else within_s
+        patience_s = self.answers_within_s if within_s is None else within_s
         wait([asking], max(0.0, asked_s + patience_s - time.monotonic()))
         status = asking.result() if asking.done() else self._status
         now_s = time.monotonic()
         age_s = round(now_s - self._status_s, 3)
         if not status:
             raise MillstreamError(f"no status could be taken for {now_s - asked_s:.1f} s", code="status_hangs")
-        if not asking.done() and now_s - asked_s > _HANGS_AFTER_S:
+        if not asking.done() and now_s - asked_s > self.hangs_after_s:
             problem = f"this status is {age_s:.0f} s old: what a newer one reads (catalog, log, lake) doesn't answer"
             status = {**status, "problems": [*status["problems"], problem]}
         return {**status, "age_s": age_s}
