@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
 
 import pytest
+from tests.capture.beside import until_done
 from tests.capture.capture_stage import Stage
 from tests.capture.test_definitions import MAKE
 
@@ -74,3 +76,23 @@ def test_an_older_state_of_the_tables_never_replaces_a_newer_one(stage: Stage, m
     for thread in (slow, fast):
         thread.join(10)
     assert [row.state for row in directory.rows()] == [TableState.COPY_REQUESTED]
+
+
+def test_a_job_ends_though_its_source_writes_on(stage: Stage) -> None:
+    """It waited for a moment in which nothing was on its way into the log, and on a busy source there is none."""
+    stage.sql(*MAKE)
+    stage.catch_up()
+    stage.log.delay_s = 0.05
+
+    def write(stop: threading.Event) -> None:
+        with stage.connect() as connection:
+            for number in itertools.count(1000):
+                if stop.wait(0.01):
+                    return
+                connection.execute("INSERT INTO t (id, b) VALUES (%s, 'x')", [number])
+
+    with until_done(write):
+        running = stage.start(until_caught_up=True)
+        running.wait(20)
+        assert running.ended
+    assert running.stop().caught_up

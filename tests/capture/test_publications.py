@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,7 +11,7 @@ from dataclasses import replace
 
 import psycopg
 import pytest
-from tests.capture.beside import wait_until
+from tests.capture.beside import until_done, wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.source_checks import check_source, doctor_sql, drop_slot
@@ -361,6 +363,26 @@ def test_a_table_without_identity_that_comes_while_capture_runs(stage: Stage, al
     wait_until(lambda: len(stage.log.replay()["public.orders"]) == 2, "what came behind it is captured")
     running.stop()
     assert bag(stage, "plain") == [("1",)]
+
+
+def test_a_publication_is_streamed_though_the_source_writes_on(stage: Stage) -> None:
+    """It waited for a moment in which nothing was on its way into the log, and on a busy source there is none."""
+    stage.sql(TABLES[0], f"CREATE PUBLICATION {stage.config.publication} FOR TABLE orders")
+    stage.log.delay_s = 0.05
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
+
+    def write(stop: threading.Event) -> None:
+        with stage.connect() as connection:
+            for number in itertools.count(1000):
+                if stop.wait(0.01):
+                    return
+                connection.execute("INSERT INTO orders VALUES (%s, 'x')", [number])
+
+    with until_done(write):
+        stage.sql("CREATE TABLE plain (x int)")
+        wait_until(lambda: streams(stage, f"{stage.config.publication}_inserts"), "it is streamed", 20)
+    running.stop()
 
 
 def test_a_publication_is_streamed_once_no_change_from_before_it_can_come(stage: Stage) -> None:

@@ -321,7 +321,7 @@ class _Capture:
                 session.watcher.check()
                 now = time.monotonic()
                 renew_at = session.tables.streamed.renew_at
-                if renew_at is not None and applier.passed >= renew_at and applier.idle:
+                if renew_at is not None and applier.slot.durable >= renew_at:
                     again = "there is another publication to stream"
                     break
                 if self._changes_mode(session, now):
@@ -386,7 +386,8 @@ class _Capture:
     def _caught_up(self, session: _CaptureSession) -> bool:
         applier = session.applier
         assert self._target is not None
-        if applier.passed < self._target or not applier.idle:
+        # Not `idle`: later changes may be on their way into the log all the time.
+        if applier.slot.durable < self._target:
             return False
         # In this order: the look may request a copy.
         if session.tables.waits_for_look() or not session.copies.all_done:
