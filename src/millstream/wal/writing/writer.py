@@ -17,9 +17,9 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -104,8 +104,10 @@ class LogWriter(Closing):
         """Held by the thread that writes, and acquired before it takes anything off the queue."""
         self._shards = committer.shards
         self._may_write = threading.Event()
-        """Cleared while a caller waits to change the shards: a busy writer would never release `_writing` to it."""
+        """Cleared while a caller waits between two groups: a busy writer takes `_writing` again before the caller can."""
         self._may_write.set()
+        self._visiting = threading.Lock()
+        """Held by the caller that has cleared `_may_write`."""
         self._era = 0
         self._place_anew: Callable[[WriteOps], WriteOps] | None = None
         """Places operations again that were placed under another era's ring; None before the first era."""
@@ -315,7 +317,7 @@ class LogWriter(Closing):
             is_cut: see `OtherRegions.note`.
         """
         if self._keyed is not None:
-            with self._writing:
+            with self._between_groups():
                 if is_anew:
                     self._keyed.others.forget(region)
                 self._keyed.others.note(region, writes, place, is_cut=is_cut)
@@ -326,8 +328,19 @@ class LogWriter(Closing):
         Any thread may call it.
         """
         if self._keyed is not None:
-            with self._writing:
+            with self._between_groups():
                 self._keyed.copy_for_retention()
+
+    @contextmanager
+    def _between_groups(self) -> Iterator[None]:
+        """Hold `_writing` from the end of the present group on, however much is queued."""
+        with self._visiting:
+            self._may_write.clear()
+            try:
+                with self._writing:
+                    yield
+            finally:
+                self._may_write.set()
 
     def follow(self) -> LedgerView | None:
         """Report this writer's position to the other writers; while it is idle, let readers pass numbers given to them.
@@ -378,9 +391,8 @@ class LogWriter(Closing):
                 nothing was recorded.
             Any error of `record`; the previous era is then still in force.
         """
-        self._may_write.clear()
         try:
-            with self._writing:
+            with self._between_groups():
                 self._committer.add_shards(shards)
                 self._shards = self._committer.shards
                 cut = self._committer.persisted_upto
@@ -388,7 +400,6 @@ class LogWriter(Closing):
                 self._era, self._place_anew = era, place_anew
                 return cut
         finally:
-            self._may_write.set()
             if self._committer.failure is not None:
                 self._refuse_the_rest()
 
@@ -450,6 +461,7 @@ class LogWriter(Closing):
         # Threads that don't exist in the child may have held the locks.
         self._queue, self._writing, self._may_write = self._empty_queue(), threading.Lock(), threading.Event()
         self._may_write.set()
+        self._visiting = threading.Lock()
         self._queue.abandon(self._committer.failure)
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
