@@ -202,14 +202,18 @@ class Announcements(Protocol):
 class LogAppender(Protocol):
     """The writer of a stream's shards, to which capture and ingest submit operations."""
 
-    def submit(self, ops: Submitted, *, deadline_s: float | None = None) -> Future[Ack]:
+    def submit(self, ops: Submitted, *, deadline_s: float | None = None, room_s: float | None = None) -> Future[Ack]:
         """Queue operations for the next commit group, in order of the calls; blocks while the queue is full.
 
         The future ends when the operations are durable on all their shards. Any number of threads
         may call.
 
+        Args:
+            deadline_s: seconds for all of it; None: no bound.
+            room_s: seconds for which the call may block; None: until the deadline.
+
         Raises (or ends the future with):
-            Overloaded: the queue stayed full past the deadline; nothing was queued.
+            Overloaded: the queue stayed full for that time; nothing was queued.
             DiskFull: no space; nothing was appended.
             AppendOutcomeUnknown: the disk failed under the group. Every later call gets `WriterClosed`.
             WriterClosed: this writer takes no more operations.

@@ -18,7 +18,7 @@ from tests.capture.beside import Beside, activity, joined, stacks
 from millstream.capture.config import CaptureConfig, CaptureOutcome
 from millstream.capture.run import run_capture
 from millstream.catalog import Catalog, TableRow, TableState
-from millstream.errors import LogError, UnknownTable
+from millstream.errors import LogError, Overloaded, UnknownTable
 from millstream.model.exact_values import storage_values, text_renderer
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
@@ -51,6 +51,10 @@ class MemoryLog:
         self.gate = threading.Event()
         """Operations become durable only while it is set."""
         self.gate.set()
+        self.room = threading.Event()
+        """The log takes operations only while it is set."""
+        self.room.set()
+        self.refused = 0
         self._reached: dict[SourceId, Lsn] = {}
         self._queue: list[tuple[WriteOps | SpilledOp, Future[Ack]]] = []
         self._changed = threading.Condition()
@@ -58,7 +62,16 @@ class MemoryLog:
         self._failure: BaseException | None = None
         self._thread = Beside(self._main)
 
-    def submit(self, ops: WriteOps | SpilledOp, *, deadline_s: float | None = None) -> Future[Ack]:  # noqa: ARG002
+    def submit(
+        self,
+        ops: WriteOps | SpilledOp,
+        *,
+        deadline_s: float | None = None,  # noqa: ARG002
+        room_s: float | None = None,
+    ) -> Future[Ack]:
+        if not self.room.wait(room_s):
+            self.refused += 1
+            raise Overloaded("no room", queued_bytes=0)
         answer: Future[Ack] = Future()
         with self._changed:
             if self._closed:
@@ -298,6 +311,7 @@ class Stage:
     def end(self) -> None:
         """Stop every capture that was started, with the gate open."""
         self.log.gate.set()
+        self.log.room.set()
         for running in self.running:
             running.ask_to_end()
         for running in self.running:

@@ -447,6 +447,24 @@ def test_a_capture_that_is_told_to_stop_at_once_stops(stage: Stage) -> None:
     assert not outcome.caught_up
 
 
+def test_a_capture_stops_when_told_though_the_log_has_no_room(stage: Stage) -> None:
+    """What other machines don't have fills the log's queue, and a capture that waited for room heard no stop."""
+    stage.sql("CREATE TABLE orders (id int PRIMARY KEY)")
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
+    stage.log.room.clear()
+    stage.sql("INSERT INTO orders VALUES (1)")
+    wait_until(lambda: stage.log.refused, "it waits for room")
+    running.ask_to_end()
+    running.wait(20)
+    stopped = running.ended
+    stage.log.room.set()
+    assert stopped
+    assert not running.stop().caught_up
+    stage.catch_up()
+    assert [row["id"] for _, _, row in stage.log.records()] == ["1"]
+
+
 @pytest.mark.parametrize("damage", ["kind", "cut"])
 def test_a_damaged_message_ends_capture_with_its_place_and_moves_no_slot(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, damage: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import wait_for
+from tests.wal.log_writers import Others
 
 from millstream.app.table_requests import retry_table
 from millstream.catalog import Catalog
@@ -33,12 +35,14 @@ from millstream.model.buffered_operations import BufferOffset
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD, WriteOps
 from millstream.model.positions import Offset, Seq
+from millstream.model.replication import AckLevel
 from millstream.routing.router import Router
 from millstream.routing.rules import Matcher, RoutingRules, RuleTarget, ShardConfig, SpecificTarget
 from millstream.testing.errors import code_of, coded
 from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
 from millstream.testing.write_buffer import NORTH, SOUTH, application_op, every_kind_op
 from millstream.wal.reader import StreamReader
+from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 from millstream.writers.buffer_consumer import BufferTaking
 
@@ -56,6 +60,8 @@ class Home:
         self.wal = str(folder / "wal")
         self.keys: dict[str, tuple[str, ...]] = {}
         self.rules: RoutingRules | None = None
+        self.log: dict[str, Any] = {}
+        """More arguments of the log."""
 
     @contextmanager
     def taking(self, **options: Any) -> Iterator[tuple[BufferTaking, threading.Event]]:
@@ -67,6 +73,7 @@ class Home:
             epoch=epoch,
             reservations=self.catalog.reservations(self.stream),
             writer=writer,
+            **self.log,
         ) as log:
             router = Router(self.rules, shard_of_table=lambda _: None if self.rules else FIRST_SHARD)
             rules = TableRules(
@@ -141,6 +148,26 @@ def test_values_times_and_traces_are_what_they_were(home: Home) -> None:
     told = [row for frame in frames for row in frame.operations.to_pylist()]
     assert [(row["session"], row["session_number"], row["trace_id"]) for row in told][-1] == ("s", 3, "t")
     assert home.records()[0]["__commit_ts"].timestamp() == 1_700_000_000
+
+
+def test_it_stops_when_told_though_the_log_has_no_room(home: Home) -> None:
+    """What other machines don't have fills the queue, and a thread that waited for room heard no stop."""
+    options = LogOptions(acks=AckLevel.parse("durable(1)"), acks_patience_s=0.0, queue_bytes_max=20_000)
+    home.log = {"high_water": Others(), "options": options}
+    texts = [f"{number}" for number in range(60)]
+    home.put(NORTH, *texts)
+    with home.taking() as (taking, stop):
+        thread = threading.Thread(target=taking.run, args=(stop,), kwargs={"tell": lambda: None}, daemon=True)
+        thread.start()
+        wait_for(lambda: taking._log.stats().awaited.size_bytes > 15_000)
+        time.sleep(0.1)  # the next one waits for room
+        stop.set()
+        thread.join(10)
+        stopped = not thread.is_alive()
+    assert stopped
+    home.log = {}
+    home.take()
+    assert home.texts() == texts
 
 
 def test_it_goes_on_while_others_write_and_stops_when_told(home: Home) -> None:

@@ -47,7 +47,7 @@ from millstream.capture.source_tables import (
     identify_replication,
     insert_lsn,
 )
-from millstream.capture.stream.applier import Applier
+from millstream.capture.stream.applier import Applier, Stopped
 from millstream.capture.stream.backlog_chunks import ChunkWire, open_chunks
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.receiver import Receiver
@@ -73,10 +73,6 @@ _DRAIN_S: Final = 60.0
 _CONFIRM_S: Final = 10.0
 _SLOT_PATIENCE_S: Final = 5.0
 """Time after which the wait for a new slot is reported."""
-
-
-class _Stopped(Exception):
-    """Not an error: capture was stopped while it waited for its slot."""
 
 
 def run_capture(
@@ -175,8 +171,9 @@ class _Capture:
                 outcome = self._run_session()
                 if outcome is not None:
                     return outcome
-            except _Stopped:
-                return CaptureOutcome(Lsn(0), caught_up=False, tables=())
+            except Stopped:
+                slot = self._config.slot if self._ever else ""
+                return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=slot)
             except MillstreamError as error:
                 if self._is_refusal(error):
                     self._choice.give_up(error.message)
@@ -288,6 +285,7 @@ class _Capture:
                 copies=copies,
                 hold=hold,
                 before_each=before_each,
+                stopped=self._stop.is_set,
             )
             watcher = Watcher(
                 config,
@@ -467,7 +465,7 @@ class _Capture:
         def meanwhile(seconds: float) -> None:
             nonlocal told
             if self._stop.is_set():
-                raise _Stopped
+                raise Stopped
             if seconds >= _SLOT_PATIENCE_S and not told:
                 told = True
                 logger.warning("the slot waits for transactions that run at the source", who=who_is_waited_for(dsn))

@@ -43,6 +43,7 @@ from millstream.errors import (
     DiskFull,
     IngestError,
     MillstreamError,
+    Overloaded,
     RoutingError,
     UnknownTable,
     UnsupportedFormat,
@@ -76,6 +77,10 @@ _AGAIN: Final = "again"
 _UNFIT: Final = (CodecError, IngestError, RoutingError, UnknownTable)
 """Errors about one table's rows and nothing else. InvalidValue is a `CodecError`."""
 _LOST: Final = frozenset({"buffer_truncated", BufferOffsetGone.code})
+
+
+class _LeavesOthers(Exception):
+    """Not an error: the end came while an operation waited for room in the log. The next start takes it."""
 
 
 @dataclass(slots=True)
@@ -315,14 +320,15 @@ class BufferTaking:
         tell: Callable[[], None],
     ) -> None:
         one = _ShardTaking(self, reader, replay)
-        while not stop.is_set() and not ended.is_set():
-            if end is not None and reader.place >= end:
-                break
-            if one.step():
-                tell()
-            one.note_passed()
-        one.settle()
-        one.note_passed(at_once=True)
+        with contextlib.suppress(_LeavesOthers):
+            while not stop.is_set() and not ended.is_set():
+                if end is not None and reader.place >= end:
+                    break
+                if one.step():
+                    tell()
+                one.note_passed()
+            one.settle()
+            one.note_passed(at_once=True)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -332,8 +338,13 @@ class BufferTaking:
     # --- what `_ShardTaking` needs ---------------------------------------------------------------------------------
 
     def submit(self, op: WriteOps) -> Future[Ack]:
-        """Hand the operation to the log."""
-        return self._log.submit(op)
+        """Hand the operation to the log; raise `_LeavesOthers` if it has no room before this ends."""
+        while True:
+            try:
+                return self._log.submit(op, room_s=_WAIT_S)
+            except Overloaded:
+                if self.leaves_others():
+                    raise _LeavesOthers from None
 
     def leaves_others(self) -> bool:
         """Return whether it was stopped and the log is written: only other machines are waited for."""

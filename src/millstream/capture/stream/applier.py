@@ -27,17 +27,23 @@ from millstream.codec.pgoutput import (
     decode_spilled,
     decode_transactions,
 )
-from millstream.errors import ProtocolViolation, TableUndecodable
+from millstream.errors import Overloaded, ProtocolViolation, TableUndecodable
 from millstream.model.ids import SourceId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import LogAppender
 
 IN_FLIGHT_MAX: Final = 3  # one group in its fsync, one that gathers in the log, one being decoded
+_ROOM_S: Final = 0.2
+"""How long to wait for room in the log before it is asked whether capture was stopped."""
 _SENSELESS_HINT: Final = (
     "Start capture again: nothing of the message is in the log. If the error repeats, a proxy alters the stream, "
     "or the server's output plugin isn't PostgreSQL's own."
 )
+
+
+class Stopped(Exception):
+    """Not an error: capture was stopped while it waited, for its slot or for room in the log."""
 
 
 class CopySink(Protocol):
@@ -80,6 +86,7 @@ class Applier:
         shipped_within_s: time in which copies of the catalog come to other nodes; 0 if there are none.
         hold: the barrier, if the stream has one.
         before_each: called before an item is looked at; if it raises, the item is left out, and the session ends.
+        stopped: asked while the log has no room.
 
     Not thread-safe.
     """
@@ -98,6 +105,7 @@ class Applier:
         copies: CopySink,
         hold: StreamBarrier,
         before_each: Callable[[], None] = lambda: None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._receiver = receiver
         label = str(directory.stream)
@@ -112,6 +120,7 @@ class Applier:
         self._kept_from = Lsn(0)
         """LSN of its first commit."""
         self._before_each = before_each
+        self._stopped = stopped
         self._relations = RelationCache()
         self._in_flight: deque[_InFlight] = deque()
         self._after = reached
@@ -154,6 +163,7 @@ class Applier:
             MillstreamError: an error of the connection, the log, or decoding. Submitted operations may still become
                 durable:
                 call `drain` before another applier begins.
+            Stopped: while the log had no room.
         """
         self._settle()
         if self._in_flight_count() >= IN_FLIGHT_MAX:
@@ -278,10 +288,18 @@ class Applier:
     def _submit(self, ops: WriteOps | SpilledOp, end: Lsn, done: Callable[[], None] | None) -> None:
         if self._submitted:
             ops = replace(ops, behind={self.source: self._submitted})
-        future = self._log.submit(ops)
+        future = self._enter(ops)
         self._submitted = max(self._submitted, end)
         self._in_flight.append(_InFlight(future, end, ops.row_count, done, time.monotonic()))
         future.add_done_callback(self._on_done)
+
+    def _enter(self, ops: WriteOps | SpilledOp) -> Future[Ack]:
+        while True:
+            try:
+                return self._log.submit(ops, room_s=_ROOM_S)
+            except Overloaded:
+                if self._stopped():
+                    raise Stopped from None
 
     def _on_done(self, _: Future[Ack]) -> None:
         self._receiver.nudge()

@@ -194,12 +194,19 @@ class LogWriter(Closing):
         readable = ReadableRange(files, folder, without_mark=False, on_damage=None)
         return cls(committer, stream, options, keyed, high_water, lambda: readable.marks()[1])
 
-    def submit(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Future[Ack]:
+    def submit(
+        self,
+        ops: Submitted,
+        *,
+        deadline_s: float | None = None,
+        acks: AckLevel | None = None,
+        room_s: float | None = None,
+    ) -> Future[Ack]:
         """Queue for the next commit group; see `ports.LogAppender.submit`."""
         self._check_shards(ops)
         waiting = FutureWaiter(ops, _held_bytes(ops))
         self._levels.require(waiting, acks, deadline_s)
-        self._queue.put(waiting, deadline_s)
+        self._queue.put(waiting, deadline_s if room_s is None else room_s)
         return waiting.future
 
     def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
