@@ -16,9 +16,10 @@ from millstream.capture.config import CaptureOutcome, CaptureProgress
 from millstream.capture.run import run_capture
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.replication_connection import SocketWire
+from millstream.capture.stream.slot_confirmation import SlotConfirmation
 from millstream.catalog import TableState
 from millstream.codec.pgoutput import MessageRun
-from millstream.errors import DiskFull, ProtocolViolation
+from millstream.errors import CatalogError, DiskFull, ProtocolViolation
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import format_lsn, parse_lsn
 
@@ -463,6 +464,21 @@ def test_a_capture_stops_when_told_though_the_log_has_no_room(stage: Stage) -> N
     assert not running.stop().caught_up
     stage.catch_up()
     assert [row["id"] for _, _, row in stage.log.records()] == ["1"]
+
+
+def test_an_end_that_the_catalog_refuses_leaves_no_reader(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader's thread went on over a connection that was closed under it."""
+    stage.sql(ORDERS)
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
+
+    def refuse(_: SlotConfirmation) -> None:
+        raise CatalogError("the catalog is away")
+
+    monkeypatch.setattr(SlotConfirmation, "store_now", refuse)
+    with pytest.raises(CatalogError):
+        running.stop()
+    assert "millstream-receiver" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("damage", ["kind", "cut"])

@@ -340,20 +340,26 @@ class _Capture:
                     self._hurry(session)
             failed = False
         finally:
-            session.copies.stop()
-            session.watcher.stop()
-            self._drain(applier)
-            final = None
-            if not failed:
-                applier.slot.store_now()
-                final = applier.slot.confirmed
-            receiver.stop(final=final)
+            self._end(session, failed=failed)
             assert applier.slot.durable >= begun
         outcome = self._outcome(session, control)
         if not again or self._stop.is_set():
             return outcome
         logger.info("capture begins again", why=again, after=format_lsn(outcome.reached))
         return None
+
+    def _end(self, session: _CaptureSession, *, failed: bool) -> None:
+        """End the session's threads once what was captured is durable; report that to the source unless it failed."""
+        final = None
+        try:
+            session.copies.stop()
+            session.watcher.stop()
+            self._drain(session.applier)
+            if not failed:
+                session.applier.slot.store_now()
+                final = session.applier.slot.confirmed
+        finally:
+            session.receiver.stop(final=final)
 
     def _drain(self, applier: Applier) -> None:
         """Wait until what was captured is durable; a while longer for other machines, if the stream asks for that."""
