@@ -449,7 +449,7 @@ def test_a_capture_that_is_told_to_stop_at_once_stops(stage: Stage) -> None:
 
 
 def test_a_capture_stops_when_told_though_the_log_has_no_room(stage: Stage) -> None:
-    """What other machines don't have fills the log's queue, and a capture that waited for room heard no stop."""
+    """The log's queue was full of what other machines lacked, and a capture that waited for room heard no stop."""
     stage.sql("CREATE TABLE orders (id int PRIMARY KEY)")
     running = stage.start()
     wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")

@@ -151,7 +151,7 @@ def test_values_times_and_traces_are_what_they_were(home: Home) -> None:
 
 
 def test_it_stops_when_told_though_the_log_has_no_room(home: Home) -> None:
-    """What other machines don't have fills the queue, and a thread that waited for room heard no stop."""
+    """The queue was full of what other machines lacked, and a thread that waited for room heard no stop."""
     options = LogOptions(acks=AckLevel.parse("durable(1)"), acks_patience_s=0.0, queue_bytes_max=20_000)
     home.log = {"high_water": Others(), "options": options}
     texts = [f"{number}" for number in range(60)]
