@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ Act: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 _LINE_BYTES_MAX: Final = 4 << 20
 _ANSWER_BYTES_MAX: Final = 1 << 28
 _TIMEOUT_S: Final = 2.0  # an answer is in memory; a part that is stopped must not hold `status` up
+_ACCEPTS_AGAIN_S: Final = 1.0
+"""Seconds between attempts to accept a call, if the process has no descriptor left."""
 
 
 class ControlServer(Closing):
@@ -51,6 +54,7 @@ class ControlServer(Closing):
     ) -> None:
         self._calls = {"measures": process_metrics.all_series, **calls}
         self._acts = acts or {}
+        self._closed = threading.Event()
         self._path = _socket_of(home.make_socket_folder(), role)
         # The role's lock is ours: a dead process left the socket that still exists.
         with contextlib.suppress(FileNotFoundError):
@@ -62,6 +66,7 @@ class ControlServer(Closing):
 
     def close(self) -> None:
         """Remove the socket."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -72,18 +77,24 @@ class ControlServer(Closing):
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return
-            connection.settimeout(_TIMEOUT_S)
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                logger.warning("a call couldn't be accepted", error=str(error))
+                self._closed.wait(_ACCEPTS_AGAIN_S)
+                continue
             try:
+                connection.settimeout(_TIMEOUT_S)
                 act = self._answer(connection)
+                if act is not None:
+                    Worker("control-act", partial(_do, connection, *act)).start()
+                    continue
             except (OSError, ValueError, TypeError) as error:
                 logger.debug("a call failed", error=str(error))
-                act = None
-            if act is None:
-                connection.close()
-            else:
-                Worker("control-act", partial(_do, connection, *act)).start()
+            except Exception:
+                # Our bug, or no thread is left: the part goes on answering.
+                logger.exception("a call failed")
+            connection.close()
 
     def _answer(self, connection: socket.socket) -> tuple[Act, Mapping[str, Any]] | None:
         """Answer a call, or return the action to carry out."""
