@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,9 +14,9 @@ from tests.replication.flight_server import ExchangeServer
 from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.codec.log_segment import SEGMENT_TRAILER_SIZE, SegmentFooter
-from millstream.model.ids import Epoch, ShardId, StreamId
+from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Acknowledgement, ByteEnd, Hello, NodeName
+from millstream.model.replication import Acknowledgement, ByteEnd, Document, Hello, NodeName
 from millstream.ports import LeaderLink
 from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
@@ -146,3 +147,35 @@ def test_a_follower_that_hangs_falls_behind_in_the_facts(tmp_path: Path) -> None
         finally:
             shipper.stop(0.0)
             transport.close()
+
+
+def test_a_fault_that_passes_stops_no_shipping(tmp_path: Path) -> None:
+    """The thread that looks at the log ended with it; followers got nothing from then on, without any error."""
+    faults = [OSError(errno.EMFILE, "Too many open files")]
+
+    def documents() -> tuple[Document, ...]:
+        if faults:
+            raise faults.pop()
+        return ()
+
+    reservations, table = MemoryReservations(), plain_table(1)
+    shards = [ShardId(0)]
+    with closing(
+        LogWriter.open(
+            str(tmp_path), stream=StreamId(UUID(int=7)), shards=shards, epoch=Epoch(3), reservations=reservations
+        )
+    ) as writer:
+        writer.append(plain_ops({1: [(table, 1, "a")]}))
+    transport = InProcessTransport()
+    shipper = WalShipper("web", str(tmp_path), RoleFact(), frozenset({B}), transport, Notes(), documents=documents)
+    shipper.start()
+    try:
+        with closing(transport.connect(Hello(None, B, Epoch(0), {}), 10.0)) as link:
+            link.send(Acknowledgement(B, Epoch(0), {}, GroupNumber(0), Seq(0), 1))
+            wait_for(
+                lambda: [one["records_behind"] for one in shipper.facts()] == [1], seconds=10.0, what=shipper.facts
+            )
+    finally:
+        shipper.stop(0.0)
+        transport.close()
+    assert not faults

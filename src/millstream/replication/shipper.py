@@ -270,12 +270,12 @@ class WalShipper:
                 found = source.now()
                 versions = {one.name: one.version for one in self._newest_documents}
                 now = events.Durable(found.durable, versions, found.shown)
-            except MillstreamError as error:
-                logger.warning("the log can't be read", stream=self._name, error=error.message, code=error.code)
-                self._ending.wait(1.0)
-                continue
             except FileNotFoundError:
                 self._ending.wait(_TICK_S)
+                continue
+            except (MillstreamError, OSError) as error:
+                logger.warning("the log can't be read", stream=self._name, error=str(error))
+                self._ending.wait(1.0)
                 continue
             if now == told or not now.marks:
                 pause.wait(self._ending)
