@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +20,8 @@ from tests.app.homes import done, make_home, wait_for
 from tests.serving.serving_process import served
 
 from millstream.catalog import Catalog
-from millstream.serving.flight.connections import cut_connections
+from millstream.serving.flight.connections import Readers, cut_connections
+from millstream.workers import Worker
 
 TABLES = 40
 ROWS = pa.record_batch({"id": [1]})
@@ -64,6 +68,24 @@ def test_a_cut_ends_the_connections_of_one_caller_alone() -> None:
             caller.recv(1)
         assert cut_connections(port) == 1, "every caller of the port"
         assert caller.recv(1) == b""
+
+
+def test_callers_are_watched_on_after_a_lack_of_descriptors() -> None:
+    """The watching thread ended with it: from then on no caller that hung was cut off, and none gave its place back."""
+    readers, ended = Readers(within_s=0.1), threading.Event()
+    with connected() as (port, peer, caller), readers.reading(peer):
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            assert cut_connections(port, peer) == 0
+            watching = Worker("watch", partial(readers.watch, port, ended)).start()
+            assert not watching.join(0.3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        caller.settimeout(10.0)
+        assert caller.recv(1) == b""
+        ended.set()
+        assert watching.join(10.0)
 
 
 @pytest.mark.long

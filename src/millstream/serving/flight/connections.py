@@ -36,14 +36,19 @@ _LEAVES_WITHIN_S: Final = 2.0
 
 
 def cut_connections(port: int, peer: str | None = None) -> int:
-    """End this process's connections of a local port; return how many.
+    """End this process's connections of a local port; return how many: none while the process has no descriptor left.
 
     Args:
         peer: only of this caller, as gRPC names it: `ipv4:192.0.2.1:5000`, `ipv6:[2001:db8::1]:5000`.
     """
     wanted = None if peer is None else _address(peer)
     count = 0
-    for descriptor in [int(entry.name) for entry in Path("/dev/fd").iterdir()]:
+    try:
+        descriptors = [int(entry.name) for entry in Path("/dev/fd").iterdir()]
+    except OSError as error:  # the walk takes a descriptor of its own; the caller's thread must go on
+        logger.warning("connections can't be cut now", error=str(error))
+        return 0
+    for descriptor in descriptors:
         # Other threads open and close descriptors during the walk.
         with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
             if connection is None or connection.family not in {socket.AF_INET, socket.AF_INET6}:
