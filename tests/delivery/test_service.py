@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -16,13 +16,15 @@ from tests.delivery.test_store import FailingDisk
 from millstream.app.open_home import OpenHome
 from millstream.catalog import TableState
 from millstream.delivery import running_consumer
+from millstream.delivery.running_consumer import Running
 from millstream.delivery.service import StreamConsumers
-from millstream.errors import CatalogError, CursorExpired, DeliveryError, DiskFull, MillstreamError
+from millstream.errors import CatalogError, CorruptWal, CursorExpired, DeliveryError, DiskFull, MillstreamError
 from millstream.home.home import Home
 from millstream.home.retention import tracker_of
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema
+from millstream.protocol.delivery import Message
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.wal.files import RealFile
 from millstream.writers.home_consumers import ConsumerHolders, HomeConsumers, surroundings
@@ -92,7 +94,7 @@ def test_a_consumer_that_was_cut_off_says_so_until_it_is_rewound(home: Home, ope
 
 def test_a_page_of_dead_letters_is_bounded_in_bytes(opened: OpenHome) -> None:
     consumers = opened.consumers("web")
-    consumers.create("large", start="latest", max_deliver=1, group_by="none")
+    consumers.create("large", start="latest", max_deliver=1)
     for n in range(3):
         opened.append("web", "orders", {"id": n, "note": "x" * (3 << 20)})
     with opened.consume("web", "large", wait_s=0.1) as messages:
@@ -295,3 +297,43 @@ def test_records_behind_a_message_in_flight_cost_bounded_memory(home: Home, monk
     with OpenHome(home) as opened:
         (letter,) = opened.consumers("web").dead("slow")["dead"]
         assert letter["record"]["row"] == rows[500]
+
+
+def test_a_consumer_whose_records_cannot_be_read_holds_no_other(
+    home: Home, opened: OpenHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its failure on, no consumer's acknowledgements were made durable, and none let go of the log."""
+    read_again = Running._read_again
+
+    def unless_hurt(running: Running, messages: Iterable[Message]) -> dict[int, Message]:
+        if running.definition.name == "hurt":
+            raise CorruptWal("the log is damaged where the records of dead messages are")
+        return read_again(running, messages)
+
+    consumers = opened.consumers("web")
+    consumers.create("hurt", start="earliest")
+    consumers.create("well", start="earliest")
+    monkeypatch.setattr(Running, "_read_again", unless_hurt)
+    with opened.consume("web", "well", wait_s=10) as messages:
+        next(messages)
+    wait_for(lambda: holders(home)["consumer:well"] == 2, seconds=15, what=lambda: holders(home))
+
+
+@pytest.mark.usefixtures("opened")
+def test_acknowledgements_are_durable_though_their_log_cannot_be_written_anew(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(_: object) -> None:
+        raise DiskFull("no space")
+
+    with home.open_catalog() as catalog:
+        consumers = StreamConsumers(surroundings(home, catalog, "web"))
+        consumers.call("create", None, {"name": "search", "start": "earliest"})
+        store = consumers._store
+        monkeypatch.setattr(type(store), "wants_compaction", True)
+        monkeypatch.setattr(store, "compact", no_room)
+        (message, *_) = consumers.call("receive", "search", {}).body["messages"]
+        consumers.call("ack", "search", {"ack_ids": [message["ack_id"]]})
+        wait_for(lambda: not store._is_dirty, seconds=15)
+        monkeypatch.undo()
+        consumers.close()

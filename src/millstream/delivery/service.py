@@ -478,30 +478,51 @@ class StreamConsumers:
 
     def _keep(self) -> bool:
         """Make everything durable that was noted, and move what the consumers hold of the log."""
-        try:
-            is_due = time.monotonic() - self._hold_at >= _HOLD_EVERY_S
-            if self._store.wants_compaction:
-                self._compact()
-            cursors = self._cursors() if is_due else None
-            self._sync()  # retention goes by cursors that are durable
-            if time.monotonic() >= self._push_at_s:
-                for pushing in list(self._pushing.values()):
-                    pushing.look()
-            if cursors is not None:
-                self._hold_at = time.monotonic()
-                self._move_holders(cursors)
-        except (MillstreamError, OSError) as error:
-            logger.warning("the consumers' state can't be kept for now", stream=self._around.stream, error=str(error))
+        for step in (
+            self._keep_changes,
+            self._keep_short,
+        ):  # the state may be kept though there is no room for a copy of it
+            try:
+                step()
+            except (MillstreamError, OSError) as error:
+                logger.warning(
+                    "the consumers' state can't be kept for now", stream=self._around.stream, error=str(error)
+                )
         return True
 
+    def _keep_changes(self) -> None:
+        is_due = time.monotonic() - self._hold_at >= _HOLD_EVERY_S
+        cursors = self._cursors() if is_due else None
+        self._sync()  # retention goes by cursors that are durable
+        if time.monotonic() >= self._push_at_s:
+            for pushing in list(self._pushing.values()):
+                pushing.look()
+        if cursors is not None:
+            self._hold_at = time.monotonic()
+            self._move_holders(cursors)
+
+    def _keep_short(self) -> None:
+        if self._store.wants_compaction:
+            self._compact()
+
     def _cursors(self) -> dict[str, int]:
+        """Return the cursors of the consumers whose changes could be noted: one whose records can't be read holds no other."""
         with self._lock:
             some = list(self._running.items())
         found = {}
         for name, running in some:
             with running.lock:
                 running.expire()
-                running.save()
+                try:
+                    running.save()
+                except (MillstreamError, OSError) as error:
+                    logger.warning(
+                        "a consumer's state can't be kept for now",
+                        stream=self._around.stream,
+                        consumer=name,
+                        error=str(error),
+                    )
+                    continue
                 if not running.is_deleted and running.machine.phase is not Phase.CUT_OFF:
                     found[name] = running.machine.cursor
         return found
