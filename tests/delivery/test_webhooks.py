@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import trustme
+from tests.app.homes import wait_for
 from tests.delivery.receivers import Answerer, Receiver, Request, answer
 
 from millstream.delivery.sinks import ACCEPTED, Outcome, PushMessage, Verdict, failed
@@ -27,6 +28,7 @@ from millstream.delivery.webhook_signature import signatures
 from millstream.delivery.webhook_sink import WebhookSink, retry_after_s, webhook_id_of
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
+from millstream.workers import call_in_thread
 
 OLD = "whsec_" + base64.b64encode(b"the old secret, 24 bytes").decode()
 NEW = "whsec_" + base64.b64encode(b"the new secret, 24 bytes").decode()
@@ -308,6 +310,26 @@ def test_the_timeout_bounds_a_receiver_that_does_not_read_and_one_that_does_not_
             assert "within 0.5 s" in sink.deliver([large]).reason
             assert time.monotonic() - begin_s < 2
             sink.close()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_closing_ends_a_request_that_has_no_answer(receiver: Receiver, is_kept: bool) -> None:
+    """It went on until its timeout, and so did the end of its server."""
+    sink = sink_of(receiver.url, timeout="60s")
+    if is_kept:
+        assert sink.deliver([message()]).verdict is Verdict.ACCEPTED
+
+    def waits(_: socket.socket, __: Request) -> None:
+        receiver.stopping.wait(60)
+
+    before, receiver.answerer = len(receiver.requests), waits
+    began_s = time.monotonic()
+    outcome = call_in_thread("deliver", lambda: sink.deliver([message(1)]))
+    wait_for(lambda: len(receiver.requests) > before)
+    sink.close()
+    assert outcome.result(30).verdict is Verdict.FAILED
+    assert time.monotonic() - began_s < 30
+    assert receiver.connections == 1
 
 
 def test_the_timeout_bounds_the_look_up_of_a_name() -> None:

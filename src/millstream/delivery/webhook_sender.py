@@ -12,6 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Final, TypeAlias
@@ -118,11 +119,12 @@ class HttpSender:
         )
         self._host_header = receiver.host_header
         self._exchange = _Exchange()
+        self._open = _OpenStreams()
         self._pool = httpcore.ConnectionPool(
             ssl_context=ssl.create_default_context() if tls is None else tls,
             max_connections=connections,
             keepalive_expiry=_IDLE_S,
-            network_backend=_Backend(self._exchange, resolve, allow_private=allow_private),
+            network_backend=_Backend(self._exchange, self._open, resolve, allow_private=allow_private),
         )
 
     def post(self, headers: Mapping[str, str], body: bytes, *, timeout_s: float) -> ReceiverAnswer:
@@ -150,6 +152,8 @@ class HttpSender:
             except _AnswerTooLong:
                 raise ExchangeFailed(f"the head of the answer is longer than {ANSWER_BYTES >> 10} KiB") from None
             except (httpcore.NetworkError, httpcore.ProtocolError) as error:
+                if self._open.is_closed:
+                    raise ExchangeFailed("the delivery has ended") from None
                 if not exchange.has_connected and not exchange.has_received:
                     continue  # the receiver closed a kept connection; each attempt uses one up
                 broken = isinstance(error, httpcore.NetworkError) or not exchange.has_received
@@ -160,7 +164,8 @@ class HttpSender:
                 ) from None
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; a request that is under way fails at once, unless it is still connecting."""
+        self._open.close()
         self._pool.close()
 
     def _post(self, headers: Mapping[str, str], body: bytes) -> ReceiverAnswer:
@@ -177,11 +182,38 @@ class HttpSender:
             return ReceiverAnswer(response.status, found[0].decode("latin-1") if found else None)
 
 
+class _OpenStreams:
+    """The open connections of a sender. Any thread."""
+
+    def __init__(self) -> None:
+        self._streams: set[_Stream] = set()
+        self.is_closed = False
+
+    def add(self, stream: _Stream) -> None:
+        """Take a connection that was made."""
+        self._streams.add(stream)
+        if self.is_closed:
+            stream.cut()
+
+    def discard(self, stream: _Stream) -> None:
+        """Forget a connection that was closed."""
+        self._streams.discard(stream)
+
+    def close(self) -> None:
+        """Cut all connections, and those that are still made."""
+        self.is_closed = True
+        for stream in tuple(self._streams):
+            stream.cut()
+
+
 class _Backend(httpcore.NetworkBackend):
     """Makes connections: only to addresses that it has checked."""
 
-    def __init__(self, exchange: _Exchange, resolve: Resolve, *, allow_private: bool) -> None:
+    def __init__(
+        self, exchange: _Exchange, open_streams: _OpenStreams, resolve: Resolve, *, allow_private: bool
+    ) -> None:
         self._exchange = exchange
+        self._open = open_streams
         self._resolve = resolve
         self._allow_private = allow_private
 
@@ -209,7 +241,7 @@ class _Backend(httpcore.NetworkBackend):
                 continue
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._exchange.has_connected = True
-            return _Stream(connection, self._exchange)
+            return _Stream(connection, self._exchange, self._open)
         if failure is None or isinstance(failure, TimeoutError):
             raise _TimedOut
         raise httpcore.ConnectError(f"{host} port {port} can't be reached: {failure.strerror or failure}")
@@ -229,9 +261,11 @@ class _Backend(httpcore.NetworkBackend):
 class _Stream(httpcore.NetworkStream):
     """A connection, bounded by the exchange of the thread that uses it."""
 
-    def __init__(self, connection: socket.socket, exchange: _Exchange) -> None:
+    def __init__(self, connection: socket.socket, exchange: _Exchange, open_streams: _OpenStreams) -> None:
         self._socket = connection
         self._exchange = exchange
+        self._open = open_streams
+        open_streams.add(self)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ARG002
         """Return some bytes; none at the end."""
@@ -263,7 +297,13 @@ class _Stream(httpcore.NetworkStream):
 
     def close(self) -> None:
         """Close the connection."""
+        self._open.discard(self)
         self._socket.close()
+
+    def cut(self) -> None:
+        """End what another thread reads or writes: closing the socket alone doesn't wake it."""
+        with suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # TLS's own would take the session from that thread
 
     def start_tls(
         self,
@@ -274,7 +314,9 @@ class _Stream(httpcore.NetworkStream):
         """Begin TLS with the host of the URL, whichever address was connected to."""
         try:
             self._socket.settimeout(self._exchange.remaining_s())
-            return _Stream(ssl_context.wrap_socket(self._socket, server_hostname=server_hostname), self._exchange)
+            secured = ssl_context.wrap_socket(self._socket, server_hostname=server_hostname)
+            self._open.discard(self)
+            return _Stream(secured, self._exchange, self._open)
         except TimeoutError:
             self.close()
             raise _TimedOut from None
