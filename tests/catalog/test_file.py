@@ -41,6 +41,14 @@ def test_a_position_is_the_greatest_it_was_moved_to(shared: Catalog, moves: list
     assert shared.landed(stream, "lake") == max(moves)
 
 
+def test_a_name_means_the_newest_table_that_was_captured_under_it(shared: Catalog) -> None:
+    stream = shared.resolve_stream(f"shop{next(_streams)}")
+    source = shared.resolve_source(stream, 7, "shop", 1)
+    shared.table_for(stream, source, 16400, "public", "orders")  # dropped at the source, which capture hasn't noticed
+    new = shared.table_for(stream, source, 16500, "public", "orders")
+    assert shared.find_table(stream, "public", "orders").id == new.id
+
+
 def test_a_file_that_is_no_catalog_is_a_typed_error(tmp_path: Path) -> None:
     path = tmp_path / "catalog.db"
     path.write_bytes(b"not a database at all, but long enough to be looked at" * 30)

@@ -108,11 +108,15 @@ class Tables(SchemaVersions):
             return {TableId(table): TableState(state) for table, state in connection.execute(query)}
 
     def find_table(self, stream: StreamId, namespace: str, name: str) -> TableRow:
-        """Return the table that has that name now; raise `UnknownTable` if none has."""
+        """Return the table that has that name now; raise `UnknownTable` if none has.
+
+        A table that applications write comes before a captured one. Among captured ones it is the newest: one that was
+        dropped at the source keeps its name until capture has noticed that it is gone.
+        """
         rows = self.tables(stream)
-        for row in rows:
-            if (row.namespace, row.name) == (namespace, name):
-                return row
+        named = [row for row in rows if (row.namespace, row.name) == (namespace, name)]
+        if named:
+            return max(named, key=lambda row: (row.source == 0, row.id))
         full_name = qualified_name(namespace, name)
         meant = name_in_full(same_bare(name, ((row.namespace, row.name) for row in rows)))
         raise UnknownTable(f"the stream has no table {full_name}", hint=meant or None, table=full_name)
