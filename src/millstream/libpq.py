@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import psycopg
 
-from millstream.model.addresses import split_url
+from millstream.model.addresses import mask_option, split_url
 
 CONNECT_TIMEOUT_S: Final = 10
 ADDRESS_HINT: Final = (
@@ -106,11 +106,15 @@ def database_of(address: str) -> str:
 
 
 def describe_parameters(parameters: dict[str, Any]) -> str:
-    """Describe the target without its secrets: `host:port/database`, or the service's name."""
+    """Describe the target without its secrets: `host:port/database`, or the service's name.
+
+    A part that holds what looks like a password, as by a missing `?`, is masked.
+    """
     if "service" in parameters and not {"host", "hostaddr", "dbname"} & parameters.keys():
         return f"service {parameters['service']}"
     host = parameters.get("host") or parameters.get("hostaddr") or "the default socket"
-    return f"{host}:{parameters.get('port', 5432)}/{parameters.get('dbname', parameters.get('user', ''))}"
+    database = parameters.get("dbname", parameters.get("user", ""))
+    return f"{mask_option('host', host)}:{parameters.get('port', 5432)}/{mask_option('dbname', database)}"
 
 
 def with_patience(parameters: dict[str, Any], name: str) -> dict[str, Any]:

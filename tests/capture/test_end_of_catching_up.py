@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,3 +97,18 @@ def test_a_job_ends_though_its_source_writes_on(stage: Stage) -> None:
         running.wait(20)
         assert running.ended
     assert running.stop().caught_up
+
+
+@pytest.mark.parametrize("how", ["dropped", "left out"])
+def test_a_job_gives_up_a_table_that_has_left(stage: Stage, how: str) -> None:
+    """Each job ended before its second look, so the table stayed captured for as long as only jobs ran."""
+    stage.sql(*MAKE, "CREATE TABLE other (id int PRIMARY KEY)")
+    stage.catch_up()
+    stage.config = replace(stage.config, look_s=3600.0)
+    if how == "dropped":
+        stage.sql("DROP TABLE other")
+    else:
+        stage.config = replace(stage.config, tables=("public.t",))
+    stage.catch_up()
+    assert stage.state("public.other") is None
+    assert stage.state("public.t") is TableState.STREAMING

@@ -98,6 +98,7 @@ def assert_unsaid(password: str, said: str) -> None:
 @example(("PASS/WORD", "postgresql://app:PASS/WORD@host/db"))
 @example(("12/PASSWORD", "postgresql://app:12/PASSWORD@host/db"))
 @example(("PASSWORD", "s3://bucket/dbuser=app&password=PASSWORD"))
+@example(("PASSWORD", "postgresql://127.0.0.1:1/dbuser=app&password=PASSWORD"))
 @example(("PASSWORD", "host=hpassword=PASSWORD user=app"))
 @example(("PASS WORD", "host=h password=PASS WORD user=app"))
 @example(("00000J", "/ost=127.0.0.1 port=1 user=app password='00000J' dbname=db"))

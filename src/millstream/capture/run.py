@@ -331,7 +331,7 @@ class _Capture:
                 if self._target is not None:
                     if self._caught_up(session):
                         break
-                    waits = session.copies.waits_for_stream or session.tables.are_deferred
+                    waits = session.copies.waits_for_stream or session.tables.are_deferred or session.tables.are_leaving
                     if now - asked_at >= 0.2 and (applier.passed < self._target or waits):
                         asked_at = now
                         self._hurry(session)

@@ -90,6 +90,7 @@ class WatchedTables:
         self._directory = directory
         self._patterns = TablePatterns.parse(config.tables)
         self._leaving: dict[int, Lsn] = {}
+        """Tables that the last look missed, by OID, each with the LSN from which on it is given up."""
         self._stream = catalog.stream(config.stream).id
         self._layouts = KnownLayouts(catalog, self._stream, config.rules)
         self.facts: dict[int, SourceTable] = {}
@@ -113,11 +114,12 @@ class WatchedTables:
     def waits_for_look(self) -> bool:
         """Return whether the log has records that only another look can explain, or lacks rows of partitions; have it soon then.
 
-        Both wait while their table is being copied; with the copy, if that is paused.
+        Both wait while their table is being copied; with the copy, if that is paused. A look is also needed to give up a table
+        that the last one missed.
         """
         attached, rows = self._attached, self._directory.rows()
         leaves = self._directory.leaves.known
-        if leaves.late_leaves > leaves.looked_for or (self.are_deferred and not leaves.are_waiting):
+        if self.are_leaving or leaves.late_leaves > leaves.looked_for or (self.are_deferred and not leaves.are_waiting):
             self._directory.look_wanted.set()
             return True
         waiting = self._directory.shown.waiting | attached
@@ -126,6 +128,11 @@ class WatchedTables:
             return True
         copied = {row.id for row in rows if row.id in waiting and row.state is TableState.COPYING}
         return bool(copied) and not copied <= self._catalog.paused_copies(self._stream)
+
+    @property
+    def are_leaving(self) -> bool:
+        """Whether a table is given up once the stream has passed where the last look missed it."""
+        return bool(self._leaving)
 
     def look(self, connection: Connection, passed: Lsn) -> None:
         """Bring publications, catalog and directory in step with the source's tables.
@@ -420,6 +427,9 @@ class WatchedTables:
 
     def _notice_leaving(self, connection: Connection, rows: Iterable[TableRow], passed: Lsn) -> None:
         """Give up tables that were dropped or left out, once the log has all their changes."""
+        rows = [*rows]
+        for oid in self._leaving.keys() - {row.relation_oid for row in rows}:
+            del self._leaving[oid]
         for row in rows:
             if row.relation_oid in self.facts:
                 self._leaving.pop(row.relation_oid, None)

@@ -31,7 +31,7 @@ class Timing:
 
     every_s: float = 1.0
     every_s_max: float = 10.0
-    """Of a home whose status costs much."""
+    """The same, where a status costs much."""
     unchanged_s: float = 5.0
     """How long a status is shown while nothing seems to have changed: lags in seconds grow, and a look doesn't see everything."""
     patience_s: float = 2.0
