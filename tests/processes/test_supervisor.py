@@ -257,3 +257,22 @@ def test_a_signal_to_the_supervisor_alone_drains_all(number: signal.Signals) -> 
     assert out.endswith("end 1\n")
     assert process.returncode == 0
     assert not any(map(alive, children))
+
+
+INTERRUPTED_WAIT = """
+import os, signal, threading
+from millstream.processes.child_process import Lifeline
+lifeline = Lifeline()
+with lifeline.held():
+    with lifeline.stop._cond:  # as inside `stop.wait`, a few instructions before it sleeps
+        os.kill(os.getpid(), signal.SIGTERM)
+    print(lifeline.stop.wait(30))
+"""
+
+
+def test_a_signal_in_the_middle_of_a_wait_is_heard() -> None:
+    """The handler set the event itself, whose lock the wait held: the process stood still until it was killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_WAIT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "True\n", done.stderr

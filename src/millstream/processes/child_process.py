@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import signal
 import sys
 import threading
@@ -50,11 +51,17 @@ class Lifeline:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Receive and report inside the block; its error is reported before it propagates. Main thread only."""
+        signals = queue.SimpleQueue[str | None]()
 
         def heard(number: int, frame: object) -> None:
             del number, frame
-            self._hear("stop")
+            signals.put("stop")  # not `_hear`: the interrupted thread may hold the event's lock, inside a wait
 
+        def pass_on() -> None:
+            while (word := signals.get()) is not None:
+                self._hear(word)
+
+        Worker("signals", pass_on).start()
         before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
         if self._tell is not None:
             os.set_inheritable(self._tell, False)
@@ -79,6 +86,7 @@ class Lifeline:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signals.put(None)
 
     def fail(self, error: MillstreamError) -> None:
         """End the process: set `stop`, and have `held` raise the error once its block has ended.
