@@ -146,6 +146,27 @@ def test_files_that_are_written_again_as_they_were_renew_nothing(tmp_path: Path,
     assert not renewal.look()
 
 
+def test_files_that_vanish_between_two_reads_are_looked_at_again(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task that looks at them ended, and no later certificate was taken."""
+    certificate, key = authority.issue("server")
+    certificates = Certificates(certificate, key, None)
+    renewal = Renewal(certificates, certificates.server_context())
+    other, other_key = authority.issue("other")
+    other.replace(certificate)
+    other_key.replace(key)
+
+    def vanishes(_: Certificates, __: ssl.SSLContext) -> None:
+        raise FileNotFoundError(2, "No such file", str(certificate))
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Certificates, "renew", vanishes)
+        assert not renewal.look()
+    assert renewal.look()
+    assert not renewal.look()
+
+
 def moment(days: int) -> dt.datetime:
     return dt.datetime.now(dt.UTC) + dt.timedelta(days=days)
 

@@ -148,7 +148,7 @@ class Renewal:
             # Authorities can be added to a context, but not removed: each connection switches to the
             # newest context.
             context.sni_callback = self._choose
-        self._seen = certificates.content()
+        self._seen: tuple[bytes | None, ...] | None = certificates.content()
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Switch a connection after its client hello, whether it names a server or not."""
@@ -184,6 +184,11 @@ class Renewal:
                 error=error.message,
                 code=error.code,
             )
+            return False
+        except OSError as error:
+            # A file was replaced between two reads of it, or no descriptor is free: the next look finds more.
+            self._seen = None
+            logger.warning("the certificate's files can't be read now; they are looked at again", error=str(error))
             return False
         logger.info("the certificate was renewed", file=str(self._certificates.certificate))
         return True
