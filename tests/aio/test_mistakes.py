@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import ssl
@@ -18,6 +19,7 @@ from tests.app.served import serving
 from tests.serving.servers import Authority
 
 import millstream
+from millstream import aio
 from millstream.errors import (
     AppendOutcomeUnknown,
     ConfigError,
@@ -139,3 +141,34 @@ def test_a_hint_is_seen_in_a_traceback_and_once(tmp_path: Path) -> None:
         said = run(tmp_path, *words).stderr
         assert said.count("hint: ") == 1, said
     assert str(MillstreamError("it happened", hint="do this")) == "it happened"
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
+def test_a_wait_that_was_cancelled_leaves_what_comes_to_the_next_one(home: Path, url: str, *, is_remote: bool) -> None:
+    """The iteration ended silently, and looked as if the log had ended."""
+
+    async def followed() -> None:
+        where = aio.connect(url) if is_remote else aio.open(home)
+        async with where as there:
+            start = (await there.append("web", "clicks", {"n": -1})).token
+            async with there.follow("web", table="clicks", after=start) as following:
+                for wait_s in (0.001, 0.01, 0.05, 0.2):
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(anext(following), wait_s)
+                rows = [{"n": number} for number in range(5)]
+                for row in rows:
+                    await there.append("web", "clicks", row)
+                found: list[Any] = []
+                async with asyncio.timeout(60):
+                    while len(found) < len(rows):
+                        with contextlib.suppress(TimeoutError):
+                            batch, _ = await asyncio.wait_for(anext(following), 0.002)
+                            found += [{"n": n} for n in batch.column("n").to_pylist()]
+                assert found == rows
+                waits = asyncio.ensure_future(anext(following))
+                await asyncio.sleep(0.05)
+                await following.close()
+                with pytest.raises(StopAsyncIteration):
+                    await waits
+
+    asyncio.run(followed())

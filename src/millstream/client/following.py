@@ -82,10 +82,15 @@ class Following(Closing):
 
 
 class AsyncFollowing(AsyncClosing):
-    """A `millstream.Following` for a task: `async for batch, token in home.follow(…)`, and `async with`."""
+    """A `millstream.Following` for a task: `async for batch, token in home.follow(…)`, and `async with`.
+
+    A call of `anext` may be cancelled, as by `asyncio.wait_for`: the next call goes on where it was.
+    """
 
     def __init__(self, begin: Callable[[], AsyncGenerator[Step, None]], poll_s: tuple[float, float]) -> None:
         self._steps = begin()
+        self._step: asyncio.Future[Step] | None = None
+        """The step under way; a call that was cancelled leaves it to the next one."""
         self._token: StreamToken | None = None
         self._nap = Backoff(*poll_s, factor=1.5, jitter=0)
         self._closed = asyncio.Event()
@@ -100,13 +105,20 @@ class AsyncFollowing(AsyncClosing):
 
     async def __anext__(self) -> tuple[pa.RecordBatch, StreamToken]:
         while not self._closed.is_set():
+            step = self._step = self._step or asyncio.ensure_future(anext(self._steps))
             try:
-                batch, token = await anext(self._steps)
+                batch, token = await asyncio.shield(step)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if step.cancelled() and self._closed.is_set() and not (task and task.cancelling()):
+                    break  # it was closed, and not this task cancelled
+                raise
             except Exception:
+                self._step = None
                 if self._closed.is_set():
                     break  # its home was closed while it read
                 raise
-            self._token = token
+            self._step, self._token = None, token
             if batch is not None:
                 self._nap.reset()
                 return batch, token
@@ -119,5 +131,10 @@ class AsyncFollowing(AsyncClosing):
     async def close(self) -> None:
         """End the iteration. A task that waits in it gets the end at once."""
         self._closed.set()
-        with suppress(RuntimeError):  # another task is in it, and closes it at its next turn
+        if self._step is not None:
+            self._step.cancel()
+            await asyncio.wait([self._step])
+            if not self._step.cancelled():
+                self._step.exception()  # retrieved, so that asyncio doesn't log it
+        with suppress(RuntimeError):  # another task closes it already
             await self._steps.aclose()
