@@ -30,6 +30,10 @@ from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
 
 _POLL_S: Final = 1.0
+_COPIED_HOME_HINT: Final = (
+    "Another process reads the slot. If this home is a copy of one that runs, give its stream a `slot` of its own in millstream.toml, "
+    "then run `millstream slot drop` and `millstream run`, which copies every table again."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,7 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
             f"the slot {name} has confirmed {format_lsn(slot.confirmed)}, but the log ends at {format_lsn(reached)}: it was"
             " recreated, another reader advanced it, or this home is an old copy",
             code="slot_ahead",
-            hint=RECOPY_HINT,
+            hint=RECOPY_HINT if slot.active_pid is None else _COPIED_HOME_HINT,
             slot=name,
         )
     if slot.active_pid is not None:
