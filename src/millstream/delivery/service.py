@@ -478,10 +478,8 @@ class StreamConsumers:
 
     def _keep(self) -> bool:
         """Make everything durable that was noted, and move what the consumers hold of the log."""
-        for step in (
-            self._keep_changes,
-            self._keep_short,
-        ):  # the state may be kept though there is no room for a copy of it
+        # One after the other: the state may be kept though there is no room for a copy of it.
+        for step in (self._keep_changes, self._keep_short):
             try:
                 step()
             except (MillstreamError, OSError) as error:

@@ -1,6 +1,6 @@
 """Requests of bulk transfers over Arrow Flight, and the split of a stream of batches into appends.
 
-Pure: `serving` has the server.
+Pure: `server` answers them.
 
 A descriptor is a path `[stream, table]`, or a command: a JSON object with the fields of `PutRequest` or
 `GetRequest`. A ticket is a `GetRequest`.
