@@ -131,10 +131,10 @@ class AsyncFollowing(AsyncClosing):
     async def close(self) -> None:
         """End the iteration. A task that waits in it gets the end at once."""
         self._closed.set()
-        if self._step is not None:
-            self._step.cancel()
-            await asyncio.wait([self._step])
-            if not self._step.cancelled():
-                self._step.exception()  # retrieved, so that asyncio doesn't log it
+        if (step := self._step) is not None:  # a task that waits for it may take it off at the same time
+            step.cancel()
+            await asyncio.wait([step])
+            if not step.cancelled():
+                step.exception()  # retrieved, so that asyncio doesn't log it
         with suppress(RuntimeError):  # another task closes it already
             await self._steps.aclose()
