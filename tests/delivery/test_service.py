@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -15,7 +16,6 @@ from tests.delivery.test_store import FailingDisk
 
 from millstream.app.open_home import OpenHome
 from millstream.catalog import TableState
-from millstream.delivery import running_consumer
 from millstream.delivery.running_consumer import Running
 from millstream.delivery.service import StreamConsumers
 from millstream.errors import CatalogError, CorruptWal, CursorExpired, DeliveryError, DiskFull, MillstreamError
@@ -27,7 +27,7 @@ from millstream.model.schema import Column, TableSchema
 from millstream.protocol.delivery import Message
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.wal.files import RealFile
-from millstream.writers.home_consumers import ConsumerHolders, HomeConsumers, surroundings
+from millstream.writers.home_consumers import ConsumerHolders, surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
 
@@ -268,35 +268,44 @@ def test_a_rewind_that_cannot_hold_the_log_leaves_the_hold_as_it_was(
     assert holders(home) == {"consumer:slow": 1}
 
 
-def test_records_behind_a_message_in_flight_cost_bounded_memory(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_behind_a_message_in_flight_cost_bounded_memory(home: Home) -> None:
     """A table without a key is one group: with one message in flight, 100,000 records of any size were in memory."""
-    monkeypatch.setattr(running_consumer, "WAITING_BYTES_MAX", 30_000)
     rows = [{"n": n, "body": str(n) * 500} for n in range(600)]
     with OpenHome(home) as opened:
         for first in range(0, len(rows), 10):
             opened.append("web", "events", rows[first : first + 10])
         opened.append("web", "orders", {"id": 1})
-        opened.consumers("web").create("slow", start="earliest", max_deliver=1)
-        with opened.consume("web", "slow", batch_size=1, wait_s=10) as messages:
-            assert next(messages).record["row"] == rows[0]
-            with opened.consume("web", "slow", batch_size=1, wait_s=10) as others:
-                assert next(others).record["row"] == {"id": 1}
-            consumers = cast("HomeConsumers", opened._consumers)._owner()
-            assert consumers is not None
-            pending = consumers.of("web")._running["slow"].machine._pending
-            kept = [entry.message for entry in pending.entries.values() if entry.message.origin is not None]
-            assert len(pending.entries) == len(rows)
-            assert sum(message.size for message in kept) == pending.records_bytes < 600_000
+    with home.open_catalog() as catalog:
+        around = replace(surroundings(home, catalog, "web"), unsettled_bytes_max=30_000)
+        consumers = StreamConsumers(around)
+
+        def receive(count: int, wait_ms: int) -> list[dict[str, Any]]:
+            body = {"batch_size": count, "wait_for_ms": wait_ms}
+            return cast("list[dict[str, Any]]", consumers.call("receive", "slow", body).body["messages"])
+
+        def row_of(message: dict[str, Any]) -> dict[str, Any]:
+            return cast("dict[str, Any]", json.loads(message["record"])["row"])
+
+        consumers.call("create", None, {"name": "slow", "start": "earliest", "max_deliver": 1})
+        (event,), (other,) = receive(1, 10_000), receive(1, 10_000)
+        assert (row_of(event), row_of(other)) == (rows[0], {"id": 1})
+        pending = consumers._running["slow"].machine._pending
+        kept = [entry.message for entry in pending.entries.values() if entry.message.origin is not None]
+        assert len(pending.entries) == len(rows) + 1
+        assert sum(message.size for message in kept) == pending.records_bytes < 600_000
+        consumers.call("ack", "slow", {"ack_ids": [event["ack_id"], other["ack_id"]]})
         seen = []
-        with opened.consume("web", "slow", batch_size=50, wait_s=1) as messages:
+        while messages := receive(50, 1000):
             for message in messages:
-                seen.append(message.record["row"])
-                if message.record["row"]["n"] == 500:
-                    message.nack()
+                seen.append(row_of(message))
+                how = "nack" if seen[-1]["n"] == 500 else "ack"
+                consumers.call(how, "slow", {"ack_ids": [message["ack_id"]]})
         assert seen == rows[1:]
-    with OpenHome(home) as opened:
-        (letter,) = opened.consumers("web").dead("slow")["dead"]
-        assert letter["record"]["row"] == rows[500]
+        consumers.close()
+        again = StreamConsumers(around)
+        (letter,) = again.call("dead", "slow", {}).body["dead"]
+        assert row_of(letter) == rows[500]
+        again.close()
 
 
 def test_a_consumer_whose_records_cannot_be_read_holds_no_other(

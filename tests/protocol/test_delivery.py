@@ -418,7 +418,7 @@ def test_nothing_is_delivered_after_a_restart_until_what_is_in_flight_is_known()
 def test_what_was_in_flight_before_a_restart_is_read_however_many_messages_wait():
     """The first of many messages of a group was unacknowledged: after a restart no answer had a message."""
     rows = [*(message(seq, "a") for seq in range(1, 5)), message(5, "b")]
-    one = consumer(*rows, limits=Limits(ack_wait_ms=100, max_ack_pending=2, waiting_max=4))
+    one = consumer(*rows, limits=Limits(ack_wait_ms=100, max_ack_pending=2, unsettled_max=4))
     assert seqs(one.receive(0, 1)) == [1]
     assert seqs(one.receive(0, 1)) == [5]
     new = restarted(one, *rows[:4])

@@ -419,6 +419,7 @@ class StreamConsumers:
             self._note,
             around.quarantined,
             self._notes,
+            unsettled_bytes_max=around.unsettled_bytes_max,
         )
         name = stored.definition.name
         running.is_removed = stored.is_configured and name not in self._file.names

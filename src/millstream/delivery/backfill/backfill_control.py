@@ -37,7 +37,7 @@ from millstream.wal.files import as_told
 
 logger = structlog.get_logger("millstream.delivery")
 
-_WAITING_MAX: Final = 10_000
+_UNSETTLED_MAX: Final = 10_000
 """Number of waiting rows in memory."""
 Settle = Callable[[Consumer, list[DeliveryId]], list[Status]]
 
@@ -95,7 +95,7 @@ class Backfilling:
 
     def _limits_of_rows(self) -> Limits:
         own = self._limits
-        return Limits(own.ack_wait_ms, own.max_deliver, own.max_ack_pending, waiting_max=_WAITING_MAX)
+        return Limits(own.ack_wait_ms, own.max_deliver, own.max_ack_pending, unsettled_max=_UNSETTLED_MAX)
 
     # --- what it shows -----------------------------------------------------------------------------------------------
 

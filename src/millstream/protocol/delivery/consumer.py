@@ -143,7 +143,7 @@ class Consumer(Lettered):
             return False
         if not self.is_restored:  # however many wait: nothing is delivered before
             return True
-        has_room = self.unsettled < self.limits.waiting_max and self.in_flight < self.limits.max_ack_pending
+        has_room = self.unsettled < self.limits.unsettled_max and self.in_flight < self.limits.max_ack_pending
         free = self._pending.free + self._runs.free
         return has_room and free < (1 if self._has_many_bytes else count)
 

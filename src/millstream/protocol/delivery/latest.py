@@ -157,7 +157,7 @@ class LatestConsumer(Consumer):
 
     def _note_room(self) -> None:
         """Note whether there is room for more messages: from half of the bound on, so that looks are few."""
-        most, most_bytes = self.limits.waiting_max, self.limits.waiting_bytes_max
+        most, most_bytes = self.limits.unsettled_max, self.limits.unsettled_bytes_max
         count, size = len(self._pending.entries), self.waiting_bytes
         if count >= most or size >= most_bytes:
             self._is_full = True
