@@ -13,7 +13,7 @@ from millstream.model.region_ages import RegionAge, with_regions
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.client.home_calls import Latest
+    from millstream.client.call_results import Latest
     from millstream.home.home import Home
     from millstream.model.positions import Seq, StreamToken
     from millstream.regions.state_cache import MergedStates

@@ -1,6 +1,6 @@
 """Moves a consumer's messages to its push sink: sends, repeats, and reports the outcome to the consumer.
 
-A batch that failed waits aside, so that it holds only its own groups. It is repeated with the same messages as long as
+A batch that failed is set aside: only its own groups wait for it. It is repeated with the same messages as long as
 the consumer holds them for it. When a batch is repeated (by the sink's pacing, or when the receiver asked for it), and
 which failure is the last, is decided here; the sink judges each answer (`sinks.Verdict`).
 """
@@ -158,7 +158,8 @@ class Pusher:
         name: names its threads.
         source: the consumer.
         sink: the destination; the pusher doesn't close it.
-        max_deliver: failed deliveries after which a message is dead; 0: never.
+        max_deliver: failed deliveries after which a message is dead; 0: never. Messages that failed together so
+                often are each sent alone once more.
         observe: takes the seconds of each delivery by the sink.
         now_s: returns a time that never steps back.
         chance: draws from [0, 1).

@@ -80,14 +80,14 @@ class DiskFull(LogError):
 
 
 class Overloaded(LogError):
-    """The append queue stayed full past the deadline."""
+    """There is no room for the request now: too much waits or runs already. It did nothing."""
 
     code = "overloaded"
     retry = Retry.BACKOFF
 
 
 class AppendOutcomeUnknown(LogError):
-    """The disk failed under a write or an fsync: the operation may or may not be durable."""
+    """The disk failed under a write, or its answer was lost: the operation may or may not be durable."""
 
     code = "append_outcome_unknown"
     retry = Retry.REOPEN
