@@ -62,7 +62,7 @@ class Condition:
     message: str
     hint: str
     is_alert: bool = True
-    """Whether alerts are sent about it. None are about what an operator chose, or about what may still pass on its own."""
+    """Whether alerts are sent about it. False for what an operator chose, and for what may still pass on its own."""
 
     @property
     def key(self) -> str:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from millstream.wal.reader import StreamReader
 
 FOLDED_TIMES: Final = 4
-"""Memory to fold a range of `read_latest`, as a multiple of its records, and a table of several regions, of its rows.
-"""
+"""Memory that folding takes: for `read_latest` a multiple of the range's records, for a table of several regions of its
+rows."""
 
 
 class HomeMergedTables:

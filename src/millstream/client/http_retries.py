@@ -1,7 +1,7 @@
 """When a client resends a request, and the result or the error that an answer means, without I/O.
 
 Generators yield calls and waits. `remote_home` carries them out on the caller's thread, `millstream.aio` on an event
-loop. Queries are resent, and so are appends, each with an identity.
+loop. All calls are resent; an append without an identity isn't once its outcome is in doubt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything that is wrong in a status, each with the command that helps: its conditions, and its errors by their codes.
+"""Everything that is wrong in a status, each with the command that helps: conditions that last, and present errors.
 
 `app.conditions` decides which conditions hold, and the command for each.
 """

@@ -1,8 +1,8 @@
 """Commit groups: from submissions to durable frames on all shards of a writer, and what happens when the disk fails.
 
-Everything here blocks and runs on one thread, `writer`'s. Which waiting submissions are the next group is decided by
-`group_commit_queue`. One group at a time is numbered, written as one run of frames per shard, fsynced (the shards in parallel), and shown by the marks. Only then
-are its callers answered.
+One thread, `writer`'s, calls everything here; fsyncs of several shards run on threads of their own. Which waiting
+submissions are the next group is decided by `group_commit_queue`. One group at a time is numbered, written as one run of
+frames per shard, fsynced, and shown by the marks. Only then are its callers answered.
 
 When the disk fails:
 
@@ -443,7 +443,7 @@ class GroupCommitter:
             self._shards[shard].segment.stage(facts, frames, more=False)
 
     def _sync(self, segments: Sequence[OpenSegment]) -> None:
-        """Fsync all segments in parallel; return when all are durable."""
+        """Fsync all segments, in parallel if there are threads for it; return when all are durable."""
         try:
             if self._syncers is None or len(segments) == 1:
                 for segment in segments:

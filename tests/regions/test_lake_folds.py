@@ -20,7 +20,7 @@ from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.folded.current_table import FoldSizes
 from millstream.lake.maintenance import MaintenanceRules
-from millstream.regions.merged_view import MergedRules, MergedViews
+from millstream.regions.lake_folds import MergedRules, MergedViews
 from millstream.wal.reader import StreamReader
 
 SMALL = FoldSizes(leaf_bytes=8 << 10, small_bytes=0)
