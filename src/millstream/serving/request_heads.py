@@ -17,6 +17,9 @@ from typing import Any, Final
 from millstream.errors import UsageError
 from millstream.serving.problem_documents import plain_problem, problem_of
 
+HEAD_BYTES_MAX: Final = 64 << 10
+FIELDS_MAX: Final = 256
+"""Header fields of a request. As Python's objects each takes a hundred bytes more than it has: 64 KiB of the shortest took a megabyte."""
 _VERSIONS: Final = {"1.0", "1.1"}
 _HOST: Final = re.compile(rb"\[([0-9A-Fa-f:.]+)\](?::[0-9]*)?|[A-Za-z0-9._~!$&'()*+,;=%:-]*")
 """An address in brackets, or the characters of a host name or another address; with a port (RFC 3986, 3.2.2)."""
