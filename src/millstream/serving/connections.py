@@ -388,7 +388,7 @@ class Connection(asyncio.Protocol):
         """
         if self._head_bytes is None:
             return
-        name = name.lower()
+        name, value = name.lower(), value.rstrip(b" \t")  # no part of the value (RFC 9110, 5.5)
         if name == b"expect" and value.lower() == b"100-continue":
             self._expects_continue = True
         if len(self._headers) == FIELDS_MAX:
@@ -401,7 +401,7 @@ class Connection(asyncio.Protocol):
         if parser.should_upgrade():
             return  # see `_parse`
         version = parser.get_http_version()
-        check_head(version, self._headers)
+        check_head(version, self._url, self._headers)
         self._head_bytes = self._idle_since = None
         self._beside_bytes = 0
         url = httptools.parse_url(self._url)
