@@ -55,7 +55,8 @@ class KafkaSection(Section):
         default={},
         repr=False,
         description='Properties of the clients, with the names that librdkafka uses: `"security.protocol"`, '
-        '`"sasl.password"` …',
+        '`"sasl.password"` … Those that name files, libraries or further servers, such as `"ssl.ca.location"`, are possible only here; '
+        'a request has `"ssl.ca.pem"`.',
     )
     transactions: bool = Field(
         default=True,
