@@ -36,6 +36,7 @@ from millstream.errors import LogError, MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
 from millstream.home.machine_code_folder import place_compiled_code
+from millstream.home.missing_logs import check_log
 from millstream.home.paths import HomePaths
 from millstream.home.rows_before_rules import until_words
 from millstream.leadership.node_roles import Roles
@@ -383,6 +384,7 @@ def _log(home: Home, name: str) -> str:
     from millstream.wal.reader import StreamReader
 
     folder = home.wal_folder(name)
+    check_log(home, name)
     try:
         if folder.is_dir():
             reader = StreamReader(str(folder))
