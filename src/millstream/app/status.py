@@ -90,7 +90,7 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
         streams += [_without_catalog(home, name, cache.readers, problems) for name in sorted(names - shown)]
     for one in streams:
         one["replication"] = its = nodes.get(one["name"])
-        one["consumers"] = _consumers(home, one["name"], problems)
+        one["consumers"] = _consumers(home, one, problems)
         one["regions"] = [nodes[log] for log in nodes if log.startswith(f"{one['name']}@")]
         if its is not None and its["role"] not in {None, "leads"}:
             one["state"] = its["role"]
@@ -116,8 +116,14 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
     return status
 
 
-def _consumers(home: Home, stream: str, problems: list[str]) -> list[dict[str, Any]]:
+def _consumers(home: Home, of_stream: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     """Return a stream's consumers; as its leader had them a second ago if this node follows."""
+    from millstream.writers.home_consumers import find_missing_state
+
+    stream = of_stream["name"]
+    missing = find_missing_state(home, stream, of_stream.get("log", {}).get("held", ()))
+    if missing is not None:
+        problems.append(f"consumers of {stream}: {missing.message}")
     has_some = home.delivery_folder(stream).exists() or home.consumers_document(stream).exists()
     try:
         if not has_some or stream not in home.config.streams:
