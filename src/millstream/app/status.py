@@ -24,6 +24,7 @@ from millstream.catalog.pipeline_tables import FoldFailures, LastFigures, Quaran
 from millstream.catalog.snapshot import CatalogSnapshot
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
+from millstream.home.missing_logs import check_log
 from millstream.home.paths import PIPELINE, HomePaths
 from millstream.model.ids import StreamId, TableId, default_name
 from millstream.model.names import qualified_name
@@ -32,7 +33,7 @@ from millstream.model.schema import TableKind
 from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.processes.control_socket import ask, measures_of
 from millstream.processes.role_locks import Role, holder, server_roles, writer_role, writer_roles
-from millstream.writers.stall_reasons import Part, server_errors, trouble_of
+from millstream.writers.stall_reasons import part_errors, server_errors
 from millstream.writers.writer_facts import writer_facts
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
                 known = {row.name: row.id for row in catalog.streams()}
                 for name in sorted(names | set(known)):
                     live = (owner.get("streams", {}).get(name), pipeline.get("streams", {}).get(name))
-                    errors = _part_errors(home, catalog, name, live)
+                    errors = part_errors(home, catalog, name, live)
                     if name in known:
                         found = _stream(home, catalog, name, known[name], live, cache.backlogs, problems)
                         streams.append(found | {"errors": errors, "sinks": _sinks(found["id"], counted.values())})
@@ -89,7 +90,7 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
         streams += [_without_catalog(home, name, cache.readers, problems) for name in sorted(names - shown)]
     for one in streams:
         one["replication"] = its = nodes.get(one["name"])
-        one["consumers"] = _consumers(home, one["name"], problems)
+        one["consumers"] = _consumers(home, one, problems)
         one["regions"] = [nodes[log] for log in nodes if log.startswith(f"{one['name']}@")]
         if its is not None and its["role"] not in {None, "leads"}:
             one["state"] = its["role"]
@@ -115,8 +116,14 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
     return status
 
 
-def _consumers(home: Home, stream: str, problems: list[str]) -> list[dict[str, Any]]:
+def _consumers(home: Home, of_stream: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     """Return a stream's consumers; as its leader had them a second ago if this node follows."""
+    from millstream.writers.home_consumers import find_missing_state
+
+    stream = of_stream["name"]
+    missing = find_missing_state(home, stream, of_stream.get("log", {}).get("held", ()))
+    if missing is not None:
+        problems.append(f"consumers of {stream}: {missing.message}")
     has_some = home.delivery_folder(stream).exists() or home.consumers_document(stream).exists()
     try:
         if not has_some or stream not in home.config.streams:
@@ -167,11 +174,6 @@ def fold_failures_of(catalog: Catalog, stream: StreamId) -> FoldFailures:
 
 Live: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
 """Reports of the running capture and pipeline about a stream; None for one that doesn't run."""
-
-
-def _part_errors(home: Home, catalog: Catalog, name: str, live: Live) -> dict[str, Any]:
-    parts: tuple[tuple[Part, dict[str, Any] | None], ...] = tuple(zip(("capture", "pipeline"), live, strict=True))
-    return {part: error for part, facts in parts if (error := trouble_of(home, catalog, name, part, facts))}
 
 
 def _followed(home: Home, name: str, readers: dict[str, StreamReader], problems: list[str]) -> dict[str, Any]:
@@ -339,10 +341,11 @@ def _own_name(home: Home) -> str | None:
     return None
 
 
-def _durable(home: HomePaths, name: str, problems: list[str]) -> Seq | None:
+def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:
     from millstream.wal.reader import StreamReader
 
     try:
+        check_log(home, name)
         return StreamReader(str(home.wal_folder(name))).persisted_upto()
     except (LogError, OSError) as error:
         problems.append(f"log of {name}: {error}")
@@ -372,11 +375,12 @@ def _landed(home: Home, catalog: Catalog, name: str, stream: StreamId, problems:
     return catalog.landed(stream, PIPELINE)
 
 
-def _log(home: HomePaths, name: str, problems: list[str]) -> dict[str, Any]:
+def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
     from millstream.wal.backlog import log_size
     from millstream.wal.reader import StreamReader
 
     try:
+        check_log(home, name)
         segments, size = log_size(str(home.wal_folder(name)))
         first = int(StreamReader(str(home.wal_folder(name))).first_seq())
     except (LogError, OSError) as error:

@@ -48,7 +48,7 @@ def troubles_of(status: Status) -> list[Trouble]:
 def _of_stream(stream: Mapping[str, Any]) -> Iterator[Trouble]:
     name = stream["name"]
     for part, error in stream.get("errors", {}).items():
-        message = f"{part} {how_it_stands(error)}: {why_and_since(error)}"
+        message = f"{how_it_stands(part, error)}: {why_and_since(error)}"
         yield Trouble(error["code"], message, _with_command(error.get("hint") or ""), name)
     for its in filter(None, [stream.get("replication"), *stream.get("regions", ())]):
         for error in node_errors(its):

@@ -89,6 +89,8 @@ class StreamConsumers:
         self._store, stored = Store.open(around.folder)
         self._held: dict[str, int] = {}
         self._hold_at = 0.0
+        self._failures: list[str] = []
+        """The errors that keep the state from being kept, as last logged."""
         self._wanted = threading.Event()
         """Set while a `receive` waits for the log to grow."""
         self._file = around.file
@@ -479,14 +481,17 @@ class StreamConsumers:
 
     def _keep(self) -> bool:
         """Make everything durable that was noted, and move what the consumers hold of the log."""
+        failures = []
         # One after the other: the state may be kept though there is no room for a copy of it.
         for step in (self._keep_changes, self._keep_short):
             try:
                 step()
             except (MillstreamError, OSError) as error:
-                logger.warning(
-                    "the consumers' state can't be kept for now", stream=self._around.stream, error=str(error)
-                )
+                failures.append(str(error))
+        for failure in failures:
+            if failure not in self._failures:
+                logger.warning("the consumers' state can't be kept for now", stream=self._around.stream, error=failure)
+        self._failures = failures
         return True
 
     def _keep_changes(self) -> None:

@@ -61,6 +61,15 @@ class CorruptWal(LogError):
         "Run `millstream wal verify` to list the losses; restore the file from a copy, or run `millstream wal"
         " repair` to continue without the lost records."
     )
+    codes: ClassVar[Mapping[str, Code]] = {
+        "log_missing": Code(
+            "The folder of a log, or of one of its shards, was moved or removed; details: file.",
+            Retry.OPERATOR,
+            "Put the folder back where it was, from the place that it was moved to or from a backup: Millstream didn't"
+            " remove it, and begins no new log in its place. Without a copy start over: run `millstream slot drop` if"
+            " the stream has a source, then use a new home and an empty lake.",
+        ),
+    }
 
 
 class UnsupportedFormat(LogError):

@@ -115,8 +115,20 @@ class Home(HomePaths):
 
         Raises:
             UnknownStream: there is none of that name, none at all, or several and none was named.
+            CorruptWal (`log_missing`): it had a log, which was moved or removed; unless `of` is given.
             ConfigError: there is none of that name, and the configuration can't be read to check.
         """
+        name = self._pick_stream(named, of)
+        if of is None:
+            self._check_log(name)
+        return name
+
+    def _check_log(self, stream: str) -> None:
+        from millstream.home.missing_logs import check_log
+
+        check_log(self, stream)
+
+    def _pick_stream(self, named: str | None, of: list[str] | None) -> str:
         names = self.streams_on_disk() if of is None else of
         said: object = named  # a public call, whose callers may have no types
         if named is not None and not isinstance(said, str):
@@ -130,6 +142,7 @@ class Home(HomePaths):
         if named is not None:
             if named not in names:
                 if of is None and named in self._configured_names():
+                    self._check_log(named)
                     raise UnknownStream(
                         f"stream {named} has no log yet: nothing has run, or it is just starting",
                         hint=self._no_log_hint([named]),
@@ -141,6 +154,8 @@ class Home(HomePaths):
         if len(names) != 1:
             configured = self._configured_names() if of is None and not names else []
             if configured:
+                for name in configured:
+                    self._check_log(name)
                 which = (
                     f"stream {configured[0]} has" if len(configured) == 1 else f"streams {', '.join(configured)} have"
                 )
