@@ -5,7 +5,7 @@ An implementation of a port passes the port's conformance suite in `millstream.t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, Self, TypeAlias
 
@@ -202,7 +202,13 @@ class Announcements(Protocol):
 class LogAppender(Protocol):
     """The writer of a stream's shards, to which capture and ingest submit operations."""
 
-    def submit(self, ops: Submitted, *, deadline_s: float | None = None, room_s: float | None = None) -> Future[Ack]:
+    def submit(
+        self,
+        ops: Submitted,
+        *,
+        deadline_s: float | None = None,
+        gives_up: Callable[[], bool] = lambda: False,
+    ) -> Future[Ack]:
         """Queue operations for the next commit group, in order of the calls; blocks while the queue is full.
 
         The future ends when the operations are durable on all their shards. Any number of threads
@@ -210,10 +216,10 @@ class LogAppender(Protocol):
 
         Args:
             deadline_s: seconds for all of it; None: no bound.
-            room_s: seconds for which the call may block; None: until the deadline.
+            gives_up: asked several times a second while the queue is full; True ends the wait.
 
         Raises (or ends the future with):
-            Overloaded: the queue stayed full for that time; nothing was queued.
+            Overloaded: the queue stayed full until then; nothing was queued.
             DiskFull: no space; nothing was appended.
             AppendOutcomeUnknown: the disk failed under the group. Every later call gets `WriterClosed`.
             WriterClosed: this writer takes no more operations.

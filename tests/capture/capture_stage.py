@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,7 +54,8 @@ class MemoryLog:
         self.room = threading.Event()
         """The log takes operations only while it is set."""
         self.room.set()
-        self.refused = 0
+        self.asked = 0
+        """How often a caller that waits for room was asked whether it gives up."""
         self._reached: dict[SourceId, Lsn] = {}
         self._queue: list[tuple[WriteOps | SpilledOp, Future[Ack]]] = []
         self._changed = threading.Condition()
@@ -67,11 +68,12 @@ class MemoryLog:
         ops: WriteOps | SpilledOp,
         *,
         deadline_s: float | None = None,  # noqa: ARG002
-        room_s: float | None = None,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> Future[Ack]:
-        if not self.room.wait(room_s):
-            self.refused += 1
-            raise Overloaded("no room", queued_bytes=0)
+        while not self.room.wait(0.05):
+            self.asked += 1
+            if gives_up():
+                raise Overloaded("no room", queued_bytes=0)
         answer: Future[Ack] = Future()
         with self._changed:
             if self._closed:

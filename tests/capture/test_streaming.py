@@ -455,7 +455,7 @@ def test_a_capture_stops_when_told_though_the_log_has_no_room(stage: Stage) -> N
     wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
     stage.log.room.clear()
     stage.sql("INSERT INTO orders VALUES (1)")
-    wait_until(lambda: stage.log.refused, "it waits for room")
+    wait_until(lambda: stage.log.asked, "it waits for room")
     running.ask_to_end()
     running.wait(20)
     stopped = running.ended

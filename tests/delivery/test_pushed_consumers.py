@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.app.homes import wait_for
 from tests.delivery.receivers import Answerer, Receiver, Request, answer
@@ -20,6 +21,7 @@ from tests.delivery.test_configured_consumers import SEARCH, Deployment, Run
 from millstream.delivery import push_source
 from millstream.delivery.consumer_store import LOG_NAME, read_consumers
 from millstream.delivery.sinks import PushMessage
+from millstream.delivery.webhook_sink import WebhookSink
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
 
@@ -166,6 +168,25 @@ def test_a_delivery_that_a_bug_ended_begins_again(
         wait_settled(run, 50)
         assert set(ids(receiver)) == set(range(50))
         assert run.call("show")["error"] is None
+
+
+def test_a_sink_that_cannot_be_closed_keeps_no_state_open(
+    deployment: Deployment, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault of a package's sink left the state of all the stream's consumers open, and the end of the home undone."""
+    close = WebhookSink.close
+
+    def fails(sink: WebhookSink) -> None:
+        close(sink)
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(WebhookSink, "close", fails)
+    with deployment.run(hook(receiver)) as run:
+        run.start()
+        run.append("orders", 1)
+        wait_settled(run, 1)
+    log = str(run.home.delivery_folder("web") / LOG_NAME)
+    assert log not in [file.path for file in psutil.Process().open_files()]
 
 
 def test_messages_in_flight_come_again_after_a_restart(deployment: Deployment, receiver: Receiver) -> None:

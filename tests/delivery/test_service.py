@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Iterable, Iterator
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pyarrow as pa
 import pytest
 from tests.app.homes import make_home, wait_for
@@ -16,6 +18,7 @@ from tests.delivery.test_store import FailingDisk
 
 from millstream.app.open_home import OpenHome
 from millstream.catalog import TableState
+from millstream.delivery.consumer_store import LOG_NAME
 from millstream.delivery.running_consumer import Running
 from millstream.delivery.service import StreamConsumers
 from millstream.errors import CatalogError, CorruptWal, CursorExpired, DeliveryError, DiskFull, MillstreamError
@@ -134,6 +137,27 @@ def test_state_comes_back_as_it_was(home: Home) -> None:
         last.call("nack", "search", {"ack_ids": [retried["ack_id"]]})
         assert last.call("dead", "search", {}).body["dead"][0]["record"] == retried["record"]
         last.close()
+
+
+@pytest.mark.usefixtures("opened")
+def test_state_that_cannot_be_opened_for_now_holds_no_file(home: Home) -> None:
+    """Each attempt left a file open, and a server makes one after the other while the disk is full."""
+    with home.open_catalog() as catalog:
+        around = surroundings(home, catalog, "web")
+        consumers = StreamConsumers(around)
+        consumers.call("create", None, {"name": "search", "start": "earliest"})
+        consumers.close()
+
+        def write(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "no space")
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(RealFile, "pwrite", write)
+            with pytest.raises(DiskFull):
+                StreamConsumers(around)
+        log = str(home.delivery_folder("web") / LOG_NAME)
+        assert log not in [file.path for file in psutil.Process().open_files()]
+        StreamConsumers(around).close()
 
 
 @pytest.mark.usefixtures("opened")

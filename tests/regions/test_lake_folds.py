@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from contextlib import ExitStack
@@ -20,7 +22,9 @@ from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.folded.current_table import FoldSizes
 from millstream.lake.maintenance import MaintenanceRules
+from millstream.model.ids import RegionId
 from millstream.regions.lake_folds import MergedRules, MergedViews
+from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 
 SMALL = FoldSizes(leaf_bytes=8 << 10, small_bytes=0)
@@ -223,6 +227,25 @@ def test_the_thread_folds_what_comes_and_deletes_replaced_files(tmp_path: Path) 
     wait_for(lambda: views._look() and landed(home).to_pylist() == [{"id": 1, "likes": 2}])
     files = list((home / "lake" / "shop" / "merged" / "public.posts").glob("*.parquet"))
     assert len(files) == 1
+
+
+class DroppedFiles(RealFiles):
+    """The files of a log whose segments retention drops once a reader has listed them."""
+
+    def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
+        if path.endswith(".wal"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return super().read(path, position, length)
+
+
+def test_a_segment_that_is_dropped_while_it_is_read_ends_no_thread(tmp_path: Path) -> None:
+    """The error of the read ended the thread, and with it the pipeline, which isn't begun again after such an error."""
+    with both(tmp_path) as (one, _):
+        views = views_of(one)
+        views._readers[RegionId(2)] = StreamReader(str(one / "data" / "wal" / "shop@2"), files=DroppedFiles())
+        assert views._look()
+        views.fold_all()
+        assert landed(one).column("id").to_pylist() == [1, 2, 3]
 
 
 TALLIES = """

@@ -10,6 +10,7 @@ import pytest
 from tests.regions.two_homes import CONFIG, both, follow
 
 import millstream
+from millstream.errors import UnknownTable
 from millstream.home.home import Home
 from millstream.regions.merged_table import RegionTable
 from millstream.regions.state_cache import MergedStates
@@ -94,3 +95,13 @@ def test_states_beyond_the_bound_are_dropped(tmp_path: Path, built: list[bool]) 
         assert built == [True, True, True]
         states.read(Home(one), "shop", "posts")
         assert len(built) == 3
+
+
+def test_tables_that_are_not_there_are_not_remembered(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, _):
+        states = MergedStates()
+        for number in range(3):
+            with pytest.raises(UnknownTable):
+                states.read(Home(one), "shop", f"t{number}")
+        states.read(Home(one), "shop", "posts")
+        assert [key[2] for key in states._held] == ["public.posts"]

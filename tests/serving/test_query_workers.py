@@ -85,6 +85,24 @@ def test_one_process_answers_one_query_after_the_other(workers: QueryWorkers) ->
     assert not list(workers.bounds.folder.iterdir())
 
 
+def test_a_query_that_is_given_up_ends_though_its_process_takes_no_request(workers: QueryWorkers) -> None:
+    """Its process was known only once it had taken the request: a process that hung before held the query for ever."""
+    answered(workers)
+    (child,) = children()
+    child.suspend()
+    asked = ask(workers, "select 42 as n")
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(lambda: list(asked.parts()))
+        try:
+            wait_for(lambda: any(workers.bounds.folder.iterdir()))
+            asked.give_up()
+            with pytest.raises(LakeError, match="cancelled"):
+                answer.result(30)
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
 @pytest.mark.long
 def test_plans_that_take_gigabytes_are_refused_within_the_bound(workers: QueryWorkers) -> None:
     answered(workers)

@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -265,6 +265,21 @@ def test_who_waits_keeps_its_room_in_the_queue() -> None:
             assert future.exception(DEADLINE_S) is None or isinstance(future.exception(), NotEnoughReplicas)
         until(lambda: log.stats().awaited.submissions == 0)
         log.append(small(1000), deadline_s=DEADLINE_S)
+
+
+def test_what_is_settled_is_asked_without_room_in_the_queue() -> None:
+    """Capture asks before each session: it heard no stop while it waited for the room that held appends kept."""
+    life = Life()
+    with life.open(queue_bytes_max=100_000) as log, ThreadPoolExecutor(1) as threads:
+        first = log.submit(small(1, text="x" * 150_000))
+        until(lambda: log.stats().awaited.submissions == 1)
+        try:
+            settled = threads.submit(log.settled).result(10)
+        finally:
+            life.others.hold(100)
+        assert settled is not None
+        assert settled.result(DEADLINE_S)
+        assert first.done()
 
 
 def test_tasks_wait_as_threads_do() -> None:

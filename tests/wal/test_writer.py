@@ -87,6 +87,34 @@ def test_a_full_queue_holds_callers_and_refuses_them_at_their_deadline():
         log.append(one(1000))
 
 
+def test_who_waits_for_room_is_passed_by_no_later_caller():
+    """Small appends took any room as it came, so that a large one got none, for as long as they came."""
+    files = HeldSyncs()
+    with opened("/wal/s", files=files, queue_bytes_max=240_000) as log, ThreadPoolExecutor(2) as threads:
+        files.may_sync.clear()
+        answers = [log.submit(small(1))]
+        assert files.waiting.wait(60)
+        answers.append(log.submit(small(2, text="y" * 100_000)))
+        asked = threading.Event()
+        large = [
+            threads.submit(log.append, small(3, text="y" * 200_000)),
+            threads.submit(log.submit, small(4, text="y" * 200_000), gives_up=lambda: bool(asked.set())),
+        ]
+        assert asked.wait(60), "it keeps its place"
+        deadline = time.monotonic() + 60
+        while len(log._queue._visitors) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        with pytest.raises(Overloaded):
+            log.submit(small(5), deadline_s=0.05)
+        with pytest.raises(Overloaded):
+            asyncio.run(log.append_async(small(6), deadline_s=0.05))
+        files.may_sync.set()
+        assert [answer.result(60).seqs.first for answer in answers] == [1, 2]
+        assert {large[0].result(60).seqs.first, large[1].result(60).result(60).seqs.first} == {3, 4}
+        assert log.append(small(7)).seqs.first == 5
+
+
 def test_a_queue_of_tiny_submissions_is_bounded_by_what_they_take():
     files = HeldSyncs()
     with opened("/wal/s", files=files, queue_bytes_max=100_000) as log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ from millstream.catalog import Catalog
 from millstream.catalog.writer_notifications import PostgresAnnouncements
 from millstream.errors import (
     AppendOutcomeUnknown,
+    CatalogError,
     ConfigError,
     IngestError,
     InvalidValue,
@@ -43,13 +45,16 @@ from millstream.errors import (
 from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient
 from millstream.ingest.python_rows import ROWS_BYTES_MAX
+from millstream.model.ids import ShardId
 from millstream.model.positions import StreamToken
 from millstream.model.writes import AppendBatch
 from millstream.processes.role_locks import RoleLock, holder, writer_role
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
+from millstream.wal.files import RealFiles
+from millstream.wal.shard_locks import lock_shards
 from millstream.writers import leased_writer
-from millstream.writers.home_appender import append_socket
+from millstream.writers.home_appender import HomeAppender, append_socket
 from millstream.writers.leased_writer import OneOfSeveral
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
@@ -604,6 +609,51 @@ def test_the_deadline_bounds_the_wait_for_a_writer_that_only_starts(home: Path, 
             assert time.monotonic() - began_s < 15.0
         opened.append("web", "clicks", {"id": 2}, deadline_s=0.2)
     assert [row["id"] for row in rows_of(home)] == [2]
+
+
+def test_an_append_does_not_wait_for_another_streams_log(tmp_path: Path) -> None:
+    """A log whose lock another process held was waited for by all appends of the process, for half a minute each time."""
+    home = make_home(tmp_path / "home", "[streams.web]\n[streams.shop]\n")
+    with millstream.open(home) as opened:
+        opened.append("shop", "clicks", {"id": 1})
+    locks = lock_shards(RealFiles(), str(home / "data" / "wal" / "shop"), [ShardId(0)])
+    with millstream.open(home) as opened, ThreadPoolExecutor(1) as threads:
+        opened.append("web", "clicks", {"id": 1})
+        waiting = threads.submit(opened.append, "shop", "clicks", {"id": 2})
+        try:
+            with pytest.raises(TimeoutError):
+                waiting.result(1)
+            began_s = time.monotonic()
+            opened.append("web", "clicks", {"id": 2})
+            assert time.monotonic() - began_s < 10
+            assert not waiting.done()
+        finally:
+            for lock in locks.values():
+                lock.close()
+        waiting.result(60)
+    assert [row["id"] for row in rows_of(home, "clicks", "shop")] == [1, 2]
+
+
+def test_an_event_loop_goes_on_while_another_task_becomes_the_writer(tmp_path: Path) -> None:
+    """The second task waited on the loop's own thread for the catalog that the first one opened on another."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        catalog = f'[catalog]\nurl = "postgresql://u@127.0.0.1:{silent.getsockname()[1]}/c?connect_timeout=4"\n'
+        home = Home(make_home(tmp_path / "home", f"{WEB}{catalog}"))
+        appender = HomeAppender(home, lambda *_: None)  # type: ignore[arg-type, return-value]
+        batch = AppendBatch.of_request({"clicks": pa.table({"id": [1]})})
+
+        async def longest_stand_s() -> float:
+            tasks = [asyncio.create_task(appender.append_batch_async("web", batch, deadline_s=1.0)) for _ in range(2)]
+            longest_s, ended = 0.0, asyncio.gather(*tasks, return_exceptions=True)
+            while not ended.done():
+                began_s = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest_s = max(longest_s, time.monotonic() - began_s)
+            assert [type(error) for error in ended.result()] == [CatalogError] * 2
+            return longest_s
+
+        assert asyncio.run(longest_stand_s()) < 2
+        appender.close()
 
 
 def test_appends_go_on_while_the_source_is_away(tmp_path: Path) -> None:

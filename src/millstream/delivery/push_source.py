@@ -253,8 +253,7 @@ class Pushing:
                 try:
                     ended.result(_ENDS_WITHIN_S)
                 except TimeoutError:
-                    assert self._sink is not None
-                    self._sink.close()
+                    self._close(self._sink)
                     ended.result()
             self._end()
 
@@ -264,8 +263,16 @@ class Pushing:
         self._pusher = self._sink = self._source = None
         if pusher is not None:
             pusher.close()
+        self._close(sink)
+
+    def _close(self, sink: PushSink | None) -> None:
         if sink is not None:
-            sink.close()
+            try:
+                sink.close()
+            except Exception:  # another package's sink may have a fault, which must not stop the other consumers
+                logger.exception(
+                    "a push sink couldn't be closed", stream=self._stream, consumer=self._running.definition.name
+                )
 
 
 def _by_machine(messages: Sequence[PushMessage]) -> list[tuple[Consumer, list[DeliveryId]]]:

@@ -99,13 +99,12 @@ class StreamConsumers:
         self._pushing: dict[str, Pushing] = {}
         """The consumers with a push sink, by name."""
         self._push_at_s = time.monotonic() + (0.0 if around.is_server else _PUSHES_AFTER_S)
-        for name, known in stored.items():
-            found = self._file.adapted(known, around.open_reader, around.tables)
-            if found != known:
-                self._store.create(found)
-            self._running[name] = self._begin(found)
-            self._running[name].save()
-        self._store.sync()
+        try:
+            self._begin_stored(stored)
+        except BaseException:
+            with suppress(MillstreamError):
+                self._store.close()
+            raise
         self._writer = BackfillWriter(around.stream, around.open_reader, around.open_lake, self._all_running)
         for name in self._file.definitions:
             with suppress(MillstreamError):  # each call reports it
@@ -380,6 +379,15 @@ class StreamConsumers:
             self._file.check(name)
 
     # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _begin_stored(self, stored: Mapping[str, Stored]) -> None:
+        for name, known in stored.items():
+            found = self._file.adapted(known, self._around.open_reader, self._around.tables)
+            if found != known:
+                self._store.create(found)
+            self._running[name] = self._begin(found)
+            self._running[name].save()
+        self._store.sync()
 
     def _make(self, definition: Definition, *, is_configured: bool) -> Running:
         """Make a consumer; the caller has the lock."""

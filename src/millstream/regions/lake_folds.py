@@ -19,7 +19,7 @@ import structlog
 
 from millstream.backoff import Backoff
 from millstream.crdt.region_state import RegionState
-from millstream.errors import LakeTableForeign, LogError, MillstreamError
+from millstream.errors import LakeTableForeign, LogError, MillstreamError, PositionError
 from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes
 from millstream.lake.folded.merged import MERGED, REGIONS, MergedFold, MergedOutcome, MergedPlace
 from millstream.lake.maintenance import MaintenanceRules, maintain_files
@@ -162,7 +162,7 @@ class MergedViews:
                     if schema.kind is TableKind.TABLE and schema.source == 0 and schema.key:
                         self._add(schema.full_name)
                 self._learned[region] = upto
-            except LogError:
+            except (LogError, PositionError):
                 # Nothing has come yet, or the log was shortened since: it is read again from its beginning.
                 self._readers.pop(region)
                 self._learned.pop(region, None)

@@ -69,6 +69,8 @@ class MergedStates:
                 engine, state = self._read(held, home, stream, name, bytes_max, repeated)
             except BaseException:
                 held.table = held.state = None
+                with self._lock:
+                    self._held.pop(key, None)  # callers may name any number of tables that aren't there
                 raise
         self._make_room()
         return engine.value(state, at_ns=at_ns)

@@ -339,12 +339,10 @@ class BufferTaking:
 
     def submit(self, op: WriteOps) -> Future[Ack]:
         """Hand the operation to the log; raise `_LeavesOthers` if it has no room before this ends."""
-        while True:
-            try:
-                return self._log.submit(op, room_s=_WAIT_S)
-            except Overloaded:
-                if self.leaves_others():
-                    raise _LeavesOthers from None
+        try:
+            return self._log.submit(op, gives_up=self.leaves_others)
+        except Overloaded:
+            raise _LeavesOthers from None
 
     def leaves_others(self) -> bool:
         """Return whether it was stopped and the log is written: only other machines are waited for."""

@@ -79,8 +79,10 @@ class HomeAppender:
         _OPEN_HERE.add(self)
 
     def _begin(self) -> None:
+        self._opening = threading.Lock()
+        """Held while a way to append is opened, which may take a while; taken before `_lock`."""
         self._lock = threading.Lock()
-        """Guards the attributes below."""
+        """Guards the attributes below, for moments only: event loops take it, too."""
         self._closed = False
         self._client: AppendClient | None = None
         self._clients_of_loops: dict[asyncio.AbstractEventLoop, AsyncAppendClient] = {}
@@ -221,7 +223,7 @@ class HomeAppender:
         uninterruptible(self._close)
 
     def _close(self) -> None:
-        with self._lock:
+        with self._opening, self._lock:
             client, own = self._client, self._own
             clients, self._clients_of_loops = self._clients_of_loops, {}
         for of_loop in clients.values():
@@ -232,24 +234,28 @@ class HomeAppender:
             own.close()
 
     def _way(self) -> AppendClient | _OwnWriter:
-        with self._lock:
-            if self._closed:
-                raise WriterClosed("the home was closed before the append began; nothing was appended")
-            if self._own is not None and self._own.has_ended:
-                self._own = None
-            if self._own is not None:
-                return self._own
-            if self._client is None:
-                self._home.prepare()
-                if self._is_written():
-                    self._client = AppendClient(append_socket(self._home, self._writer))
-                else:
-                    return uninterruptible(self._become)
-            return self._client
+        with self._opening:
+            with self._lock:
+                if self._closed:
+                    raise WriterClosed("the home was closed before the append began; nothing was appended")
+                if self._own is not None and self._own.has_ended:
+                    self._own = None
+                way = self._own or self._client
+            if way is not None:
+                return way
+            self._home.prepare()
+            if not self._is_written():
+                return uninterruptible(self._become)
+            client = AppendClient(append_socket(self._home, self._writer))
+            with self._lock:
+                self._client = client
+            return client
 
     def _become(self) -> _OwnWriter:
-        self._own = _OwnWriter(self._home, self._writer, self._open_other)
-        return self._own
+        own = _OwnWriter(self._home, self._writer, self._open_other)
+        with self._lock:
+            self._own = own
+        return own
 
     def _is_written(self) -> bool:
         """Return whether another process is the writer, or is becoming it."""
@@ -360,7 +366,8 @@ class _OwnWriter:
 
     def appender_of(self, stream: str) -> Appender:
         """Return the stream's appender; raises as `writer_of`."""
-        return self.writer_of(stream).appender
+        opened = self.opened_appender_of(stream)  # without the lock: another stream's log may be opening
+        return self.writer_of(stream).appender if opened is None else opened
 
     def reshard(self, stream: str, shards: int) -> dict[str, Any]:
         """Reshard as `StreamRouting.reshard`."""

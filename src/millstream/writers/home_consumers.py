@@ -79,6 +79,8 @@ class HomeConsumers:
         self._is_server = False
         self._is_closed = False
         self._taking: Worker | None = None
+        self._logged: dict[str, str] = {}
+        """By stream, the last logged reason why its consumers can't be opened."""
         self._pid = os.getpid()
 
     def call(
@@ -129,7 +131,7 @@ class HomeConsumers:
         for stream in self._home.config.streams:
             check_set(self._home, stream)
         for stream in with_consumers(self._home):
-            with _opening(stream, ConfigError):
+            with _opening(stream, self._logged, ConfigError):
                 check_consumers(self._home, stream)
                 owner = self._owner() if self._roles.leads_surely(stream) else None
                 if owner is not None:
@@ -139,19 +141,23 @@ class HomeConsumers:
     def _take(self) -> bool:
         """Become the owner once this node leads a stream with consumers, and no other process is: a push needs no call.
 
-        Return whether to look again.
+        Return whether to look again: until the consumers of all these streams are open.
         """
-        has_taken = False
-        for stream in with_consumers(self._home):
-            with _opening(stream):
-                try:
-                    owner = self._owner() if self._roles.leads_surely(stream) else None
-                    if owner is not None:
-                        has_taken = True
-                        owner.of(stream)
-                except WriterClosed:
-                    return False
-        return not has_taken
+        led = [stream for stream in with_consumers(self._home) if self._roles.leads_surely(stream)]
+        try:
+            opened = [stream for stream in led if self._opens(stream)]
+        except WriterClosed:
+            return False
+        return not led or opened != led
+
+    def _opens(self, stream: str) -> bool:
+        """Open a stream's consumers unless another process has them; return whether they are open here."""
+        with _opening(stream, self._logged, WriterClosed):
+            owner = self._owner()
+            if owner is not None:
+                owner.of(stream)
+                return True
+        return False
 
     def _copied(self, stream: str) -> CopiedConsumers:
         with self._lock:
@@ -255,14 +261,24 @@ def with_consumers(home: Home) -> Iterator[str]:
 
 
 @contextmanager
-def _opening(stream: str, *passing: type[MillstreamError]) -> Iterator[None]:
-    """Log why a stream's consumers can't be opened, which each call reports; some errors pass."""
+def _opening(stream: str, logged: dict[str, str], *passing: type[MillstreamError]) -> Iterator[None]:
+    """Log why a stream's consumers can't be opened, which each call reports; some errors pass.
+
+    Args:
+        stream: the stream.
+        logged: by stream, the last reason, which isn't logged again.
+        passing: the errors that pass.
+    """
     try:
         yield
+        logged.pop(stream, None)
     except passing:
         raise
     except (MillstreamError, OSError) as error:
-        logger.warning("the consumers of a stream can't be opened", stream=stream, error=str(error))
+        reason = str(error)
+        if logged.get(stream) != reason:
+            logger.warning("the consumers of a stream can't be opened", stream=stream, error=reason)
+        logged[stream] = reason
 
 
 class _Owner:
@@ -273,6 +289,8 @@ class _Owner:
         self._is_server = is_server
         self._lock = threading.Lock()
         self._streams: dict[str, tuple[Promise, StreamConsumers]] = {}
+        self._is_closed = False
+        self._logged: dict[str, str] = {}
         self._roles = Roles(home)
         with ExitStack() as opened:
             opened.callback(role.release)
@@ -284,8 +302,10 @@ class _Owner:
             self._opened = opened.pop_all()
 
     def of(self, stream: str) -> StreamConsumers:
-        """Return the consumers of a stream."""
+        """Return the consumers of a stream; `WriterClosed` once this process gives them up."""
         with self._lock:
+            if self._is_closed:
+                raise WriterClosed("this process has given the consumers up")
             promise = self._roles.of(stream).promise
             found = self._streams.get(stream)
             if found is not None and found[0] != promise:
@@ -306,7 +326,7 @@ class _Owner:
                 if not self._roles.leads_surely(stream) or self._roles.of(stream).promise != promise:
                     self._close(stream)
         for stream in with_consumers(self._home) if self._is_server else ():
-            with _opening(stream):
+            with _opening(stream, self._logged):
                 if self._roles.leads_surely(stream):
                     self.of(stream)
         return True
@@ -323,9 +343,10 @@ class _Owner:
 
     def _close_streams(self) -> None:
         with self._lock:
-            streams, self._streams = self._streams, {}
-        for _, stream in streams.values():
-            stream.close()
+            streams, self._streams, self._is_closed = self._streams, {}, True
+        with ExitStack() as all_of_them:
+            for _, stream in streams.values():
+                all_of_them.callback(stream.close)
 
     def _forwarded(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         answer = self.of(asked["stream"]).call(asked["what"], asked["name"], asked["body"], key=asked.get("key"))

@@ -34,8 +34,6 @@ from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import LogAppender
 
 IN_FLIGHT_MAX: Final = 3  # one group in its fsync, one that gathers in the log, one being decoded
-_ROOM_S: Final = 0.2
-"""How long to wait for room in the log before it is asked whether capture was stopped."""
 _SENSELESS_HINT: Final = (
     "Start capture again: nothing of the message is in the log. If the error repeats, a proxy alters the stream, "
     "or the server's output plugin isn't PostgreSQL's own."
@@ -294,12 +292,10 @@ class Applier:
         future.add_done_callback(self._on_done)
 
     def _enter(self, ops: WriteOps | SpilledOp) -> Future[Ack]:
-        while True:
-            try:
-                return self._log.submit(ops, room_s=_ROOM_S)
-            except Overloaded:
-                if self._stopped():
-                    raise Stopped from None
+        try:
+            return self._log.submit(ops, gives_up=self._stopped)
+        except Overloaded:
+            raise Stopped from None
 
     def _on_done(self, _: Future[Ack]) -> None:
         self._receiver.nudge()

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -77,13 +77,14 @@ class QueryWorkers:
         for worker in idle:
             worker.end()
 
-    def take(self, request: QueryRequest) -> _Worker:
-        """Return a worker that has taken a request."""
+    def take(self, request: QueryRequest, uses: Callable[[_Worker], None]) -> _Worker:
+        """Return a worker that has taken a request; `uses` gets each worker before, since it may hang."""
         while True:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
             is_new = worker is None
             worker = worker or _Worker(WorkerStart(self._home, self.bounds.memory_bytes, self.bounds.spill_bytes))
+            uses(worker)
             if worker.takes(request):
                 return worker
             status, said = worker.end()
@@ -134,19 +135,17 @@ class AskedQuery:
         free: _Worker | None = None
         try:
             with tempfile.TemporaryDirectory(dir=bounds.folder, ignore_cleanup_errors=True) as folder:
-                worker = self._workers.take(
-                    QueryRequest(
-                        asking.stream,
-                        asking.sql,
-                        asking.as_of,
-                        asking.lake_only,
-                        asking.in_pieces,
-                        self._left_s(),
-                        folder,
-                    )
+                request = QueryRequest(
+                    asking.stream,
+                    asking.sql,
+                    asking.as_of,
+                    asking.lake_only,
+                    asking.in_pieces,
+                    self._left_s(),
+                    folder,
                 )
+                worker = self._taken(request)
                 try:
-                    self._runs_in(worker)
                     yield from self._frames(worker)
                 finally:
                     free = self._leaves(worker)
@@ -154,6 +153,13 @@ class AskedQuery:
             limit.stop()
             if free is not None:
                 self._workers.give_back(free)
+
+    def _taken(self, request: QueryRequest) -> _Worker:
+        """Return a worker that has taken the request; raise the query's failure if it was ended before."""
+        try:
+            return self._workers.take(request, self._runs_in)
+        except LakeError as error:
+            raise self._failure or error from None
 
     def _leaves(self, worker: _Worker) -> _Worker | None:
         """Return the worker if it is free for another query; otherwise end it."""
@@ -236,11 +242,14 @@ class _Worker:
         self.is_free = False
         """Whether its last query has ended, and it waits for another."""
         self._status: tuple[int, bytes] | None = None
-        self._send(start)
+        self._start: WorkerStart | None = start
 
     def takes(self, request: QueryRequest) -> bool:
         """Hand over a request; return whether the process is there to take it."""
         self.is_free = False
+        start, self._start = self._start, None
+        if start is not None:
+            self._send(start)
         self._send(request)
         return self.next() == (Frame.TAKEN, b"")
 

@@ -1,24 +1,31 @@
 """The operations that make the next commit group: a queue in order of the calls, bounded by bytes.
 
-Callers wait for room: threads by blocking, tasks by awaiting. If there is none in time, they get
-`Overloaded`, which HTTP answers as status 429. The writer sleeps while the queue is
+Callers wait for room, and get it in order: threads by blocking, tasks by awaiting. If there is none in
+time, they get `Overloaded`, which HTTP answers as status 429. The writer sleeps while the queue is
 empty, and is woken only then: a needless wake-up costs as much as a small append.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 import time
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeAlias
 
 from millstream.errors import MillstreamError, Overloaded, WriterClosed
 from millstream.model.operations import SpilledOp
 from millstream.wal.writing.waiters import Waiting
 
 _NEVER: Final = sys.maxsize
+_ASKS_EVERY_S: Final = 0.2
+"""How often a thread that waits for room is asked whether it gives up."""
+_Room: TypeAlias = "threading.Event | asyncio.Future[None]"
+"""What a caller waits for: a thread for an event, a task for a future of its loop."""
 
 
 class AdmissionQueue:
@@ -37,14 +44,8 @@ class AdmissionQueue:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         """Signals the taker."""
-        self._room = threading.Condition(self._lock)
-        """Signals threads that wait for room."""
-        self._blocked = 0
-        """Number of threads that wait for room."""
-        self._visitors: dict[asyncio.Future[None], tuple[asyncio.AbstractEventLoop, int]] = {}
-        """Tasks that wait for room, in order: a future of the task's loop, the loop, and the
-        submission's size in bytes.
-        """
+        self._visitors: dict[_Room, tuple[Callable[[], object], int]] = {}
+        """Callers that wait for room, in order: a function that wakes the caller, and the submission's size in bytes."""
         self._waiting: deque[Waiting] = deque()
         self._spilled = 0
         """Number of spilled operations in `_waiting`."""
@@ -64,29 +65,38 @@ class AdmissionQueue:
 
     # --- putting ---------------------------------------------------------------------------------------------------
 
-    def put(self, waiting: Waiting, deadline_s: float | None) -> None:
-        """Append to the queue; block while there's no room.
+    def put(self, waiting: Waiting, deadline_s: float | None, gives_up: Callable[[], bool] = lambda: False) -> None:
+        """Append to the queue; block while there's no room, or until `gives_up` returns True.
 
         Raises:
-            Overloaded: there was no room until the deadline.
+            Overloaded: there was no room until then.
             WriterClosed: the queue takes nothing more in.
         """
-        size = waiting.size_bytes
+        if self.offer(waiting):
+            return
+        end_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        room, let_in = threading.Event(), False
+        while not self._offer_or_visit(waiting, room, room.set, let_in=let_in):
+            try:
+                while not room.wait(max(0.0, min(_ASKS_EVERY_S, end_s - time.monotonic()))):
+                    if time.monotonic() >= end_s or gives_up():
+                        raise self._overloaded()
+            except BaseException:
+                self._leave(room)
+                raise
+            room, let_in = threading.Event(), True
+
+    def enter(self, waiting: Waiting) -> None:
+        """Append to the queue, whether there is room or not: for a submission without rows.
+
+        Raise `WriterClosed` if the queue takes nothing more in.
+        """
         with self._lock:
-            if not self._may_decide(size):
-                self._blocked += 1
-                self._hurry()
-                try:
-                    self._room.wait_for(lambda: self._may_decide(size), deadline_s)
-                finally:
-                    self._blocked -= 1
             self._check_open()
-            if not self._has_room(size):
-                raise self._overloaded()
             self._push(waiting)
 
     def offer(self, waiting: Waiting) -> bool:
-        """Append to the queue if there is room and no task waits for it.
+        """Append to the queue if there is room and no other caller waits for it.
 
         Raise `WriterClosed` if the queue takes nothing more in.
         """
@@ -98,19 +108,19 @@ class AdmissionQueue:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(deadline_s):
-                let_in = False
-                while (room := self._offer_or_visit(waiting, loop, let_in=let_in)) is not None:
+                room, let_in = loop.create_future(), False
+                while not self._offer_or_visit(waiting, room, partial(_end, loop, room), let_in=let_in):
                     try:
                         await room
                     except BaseException:
                         self._leave(room)
                         raise
-                    let_in = True
+                    room, let_in = loop.create_future(), True
         except TimeoutError:
             raise self._overloaded() from None
 
     def _offer(self, waiting: Waiting, *, let_in: bool) -> bool:
-        """Append if there is room, but not before tasks that already wait for room: the taker lets those in."""
+        """Append if there is room, but not before callers that already wait for room: the taker lets those in."""
         self._check_open()
         if self._waiting or self.held_bytes:
             behind = self._visitors and not let_in
@@ -119,33 +129,26 @@ class AdmissionQueue:
         self._push(waiting)
         return True
 
-    def _offer_or_visit(
-        self, waiting: Waiting, loop: asyncio.AbstractEventLoop, *, let_in: bool
-    ) -> asyncio.Future[None] | None:
-        """Append, or return a future that ends when a retry is worthwhile. A task that was let in once goes first."""
+    def _offer_or_visit(self, waiting: Waiting, room: _Room, wake: Callable[[], object], *, let_in: bool) -> bool:
+        """Append, or call `wake` once a retry is worthwhile; return whether it was appended.
+
+        A caller that was let in once goes first.
+        """
         with self._lock:
             if self._offer(waiting, let_in=let_in):
-                return None
-            room: asyncio.Future[None] = loop.create_future()
+                return True
             if let_in:
-                self._visitors = {room: (loop, waiting.size_bytes), **self._visitors}
+                self._visitors = {room: (wake, waiting.size_bytes), **self._visitors}
             else:
-                self._visitors[room] = (loop, waiting.size_bytes)
+                self._visitors[room] = (wake, waiting.size_bytes)
             self._hurry()
-            return room
+            return False
 
-    def _leave(self, room: asyncio.Future[None]) -> None:
-        """Stop waiting for room. A task that was let in and didn't come leaves its room to the next."""
+    def _leave(self, room: _Room) -> None:
+        """Stop waiting for room. A caller that was let in and didn't come leaves its room to the next."""
         with self._lock:
             self._visitors.pop(room, None)
             self._let_in()
-
-    def _may_decide(self, size: int) -> bool:
-        return self._ended or self._has_room(size)
-
-    def _has_room(self, size: int) -> bool:
-        taken = self.queued_bytes + self.held_bytes
-        return not taken or taken + size <= self._bytes_max
 
     def _check_open(self) -> None:
         if self._ended:
@@ -176,15 +179,15 @@ class AdmissionQueue:
             self._wake_above_bytes = _NEVER
 
     def _let_in(self) -> None:
-        """Wake tasks for which there is room, in order; all of them once the queue has ended."""
+        """Wake callers for which there is room, in order; all of them once the queue has ended."""
         free = self._bytes_max - self.queued_bytes - self.held_bytes
         nobody = not self._waiting and not self.held_bytes
-        for room, (loop, size) in list(self._visitors.items()):
+        for room, (wake, size) in list(self._visitors.items()):
             if size > free and not (nobody or self._ended):
                 return
             del self._visitors[room]
             try:
-                loop.call_soon_threadsafe(_end, room)
+                wake()
             except RuntimeError:  # the loop is closed, so no task awaits there
                 continue
             nobody = False
@@ -213,7 +216,7 @@ class AdmissionQueue:
         """Wait for more submissions, until they fill a group or a caller finds no room."""
         enough = min(self._group_bytes_max, self._bytes_max)
         left_s = self._came_s + self._delay_s - time.monotonic()
-        crowded = self._blocked or self._visitors or self.queued_bytes >= enough
+        crowded = self._visitors or self.queued_bytes >= enough
         if left_s > 0 and not (crowded or self._ended):
             self._sleep(enough - 1, left_s)
 
@@ -236,8 +239,6 @@ class AdmissionQueue:
                 self.queued_bytes = 0
             else:
                 group = self._take_some()
-            if self._blocked:
-                self._room.notify_all()
             if self._visitors:
                 self._let_in()
             return group
@@ -267,8 +268,6 @@ class AdmissionQueue:
         """Release the room that `hold` kept."""
         with self._lock:
             self.held_bytes -= size_bytes
-            if self._blocked:
-                self._room.notify_all()
             if self._visitors:
                 self._let_in()
 
@@ -294,10 +293,14 @@ class AdmissionQueue:
     def _end(self) -> None:
         self._ended = True
         self._hurry()
-        self._room.notify_all()
         self._let_in()
 
 
-def _end(room: asyncio.Future[None]) -> None:
+def _end(loop: asyncio.AbstractEventLoop, room: asyncio.Future[None]) -> None:
+    """Wake a task of a loop; `RuntimeError` if the loop is closed."""
+    loop.call_soon_threadsafe(_settle, room)
+
+
+def _settle(room: asyncio.Future[None]) -> None:
     if not room.done():
         room.set_result(None)

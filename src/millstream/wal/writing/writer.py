@@ -200,13 +200,13 @@ class LogWriter(Closing):
         *,
         deadline_s: float | None = None,
         acks: AckLevel | None = None,
-        room_s: float | None = None,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> Future[Ack]:
         """Queue for the next commit group; see `ports.LogAppender.submit`."""
         self._check_shards(ops)
         waiting = FutureWaiter(ops, _held_bytes(ops))
         self._levels.require(waiting, acks, deadline_s)
-        self._queue.put(waiting, deadline_s if room_s is None else room_s)
+        self._queue.put(waiting, deadline_s, gives_up)
         return waiting.future
 
     def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
@@ -249,7 +249,12 @@ class LogWriter(Closing):
         None if it already is. See `ports.LogAppender.settled`.
         """
         shown = self._committer.shown
-        return self.submit(NOTHING) if shown is not None and shown.hides else None
+        if shown is None or not shown.hides:
+            return None
+        waiting = FutureWaiter(NOTHING, _held_bytes(NOTHING))
+        self._levels.require(waiting, None, None)
+        self._queue.enter(waiting)
+        return waiting.future
 
     def is_written(self) -> bool:
         """Return whether everything submitted is durable here or has failed; see `ports.LogAppender.is_written`."""
