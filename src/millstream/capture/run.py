@@ -116,6 +116,8 @@ class _CaptureSession:
     copies: CopiesAndRepairs
     chunks: ChunkWire | None
     rules: RuleMessages | None
+    began_s: float
+    """When it began to stream, on the monotonic clock."""
 
 
 class _Capture:
@@ -143,6 +145,7 @@ class _Capture:
         self._records = 0
         self._connected = self._ever = False
         self._reads_chunks = False
+        self._retries = SessionRetries(config.give_up_s if until_caught_up else None)
         self._choice = ModeChoice(
             config.catch_up,
             start_bytes=config.catch_up_bytes,
@@ -162,10 +165,8 @@ class _Capture:
 
     def _run_sessions(self) -> CaptureOutcome:
         warm()
-        retries = SessionRetries(self._config.give_up_s if self._until_caught_up else None)
         while True:
             self._connected = self._reads_chunks = False
-            began = time.monotonic()
             try:
                 self._spill.clear()
                 outcome = self._run_session()
@@ -181,8 +182,7 @@ class _Capture:
                     continue
                 if self._reads_chunks and self._connected and error.code == "source_unreachable":
                     self._choice.broke()
-                connected_s = time.monotonic() - began if self._connected else None
-                wait_s = retries.wait_s(error, connected_s=connected_s, ever_connected=self._was_connected())
+                wait_s = self._retries.wait_s(error, ever_connected=self._was_connected())
                 if wait_s is None or (self._stop.is_set() and not isinstance(error, DiskFull)):
                     raise
                 logger.warning(
@@ -300,7 +300,7 @@ class _Capture:
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
             rules = rule_messages(self._rules, directory, config, identity, copies.set_aside, stack)
-            session = _CaptureSession(applier, receiver, watcher, tables, copies, chunks, rules)
+            session = _CaptureSession(applier, receiver, watcher, tables, copies, chunks, rules, time.monotonic())
             return self._stream_until_done(session, control)
 
     @publications_known()
@@ -350,7 +350,7 @@ class _Capture:
 
     def _end(self, session: _CaptureSession, *, failed: bool) -> None:
         """End the session's threads once what was captured is durable; report that to the source unless it failed."""
-        final = None
+        final, lasted_s = None, time.monotonic() - session.began_s
         try:
             session.copies.stop()
             session.watcher.stop()
@@ -359,6 +359,8 @@ class _Capture:
                 session.applier.slot.store_now()
                 final = session.applier.slot.confirmed
         finally:
+            applier = session.applier
+            self._retries.note_session(lasted_s=lasted_s, records=applier.records, durable=applier.slot.durable)
             session.receiver.stop(final=final)
 
     def _drain(self, applier: Applier) -> None:
