@@ -26,6 +26,7 @@ from millstream.capture.connection import Connection, connect_replication, pinne
 from millstream.capture.copying.copy_sink import CopiesAndRepairs
 from millstream.capture.copying.row_repair import Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
+from millstream.capture.noted_slots import note_slot
 from millstream.capture.publication import pgoutput_options
 from millstream.capture.restored_source import check_end, check_never_set_back, forget_set_back
 from millstream.capture.session_retries import SessionRetries
@@ -182,7 +183,8 @@ class _Capture:
                     continue
                 if self._reads_chunks and self._connected and error.code == "source_unreachable":
                     self._choice.broke()
-                wait_s = self._retries.wait_s(error, ever_connected=self._was_connected())
+                was_connected = self._ever or self._target is not None
+                wait_s = self._retries.wait_s(error, ever_connected=was_connected)
                 if wait_s is None or (self._stop.is_set() and not isinstance(error, DiskFull)):
                     raise
                 logger.warning(
@@ -200,9 +202,6 @@ class _Capture:
             return False
         refused = isinstance(error, SourceError | ProtocolViolation)
         return refused and error.code not in {"slot_active", "source_unreachable"}
-
-    def _was_connected(self) -> bool:
-        return self._connected or self._target is not None or self._records > 0 or self._ever
 
     def _run_session(self) -> CaptureOutcome | None:
         """Run a session; return how it ended. None: begin another at once."""
@@ -233,6 +232,7 @@ class _Capture:
                     code="no_tables_match",
                     hint="Correct `tables` in millstream.toml, or grant USAGE on the schema and SELECT on its tables.",
                 )
+            note_slot(self._catalog, self._stream, self._config)
             if slot is None:
                 reached = self._begin_slot(config.dsn, replication, identity, source)
             elif reached == 0 or self._is_slot_dropped():
@@ -250,11 +250,11 @@ class _Capture:
                 now=time.monotonic(),
                 possible=not identity.on_standby and not waits_for_standbys(control, slot),
             )
-            chunks = None
-            if mode is Mode.CATCHING_UP:
-                chunks = self._open_chunks(
-                    config.dsn, identity, reached, reached if slot is None else slot.confirmed, tables
-                )
+            chunks = (
+                self._open_chunks(config.dsn, identity, reached, reached if slot is None else slot.confirmed, tables)
+                if mode is Mode.CATCHING_UP
+                else None
+            )
             wire: Wire = chunks or self._start_streaming(replication, reached, tables)
             stack.callback(wire.close)  # in case no receiver comes to own it
             timeout_ms = sender_timeout_ms(control)
