@@ -33,6 +33,7 @@ from millstream.model.schema import TableKind
 from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.processes.control_socket import ask, measures_of
 from millstream.processes.role_locks import Role, holder, server_roles, writer_role, writer_roles
+from millstream.writers.left_slots import left_slots
 from millstream.writers.stall_reasons import part_errors, server_errors
 from millstream.writers.writer_facts import writer_facts
 
@@ -244,6 +245,7 @@ def _stream(
             "timeline": source.timeline if source else None,
             "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
             "configured": has_source,
+            "left": [asdict(noted) for noted in left_slots(home, catalog, stream)],
             "slot": _slot(home, name),
             "mode": captured.get("mode"),
             "received": _lsn_text(captured.get("received")),

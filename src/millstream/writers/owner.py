@@ -48,6 +48,7 @@ from millstream.writers.allowed_writers import note_capturing_writer, refuse_emb
 from millstream.writers.buffer_consumer import BufferTaking
 from millstream.writers.home_appender import append_socket
 from millstream.writers.leased_writer import OwnIncarnations
+from millstream.writers.left_slots import left_hint, left_slots, left_words
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
 from millstream.writers.stream_retries import StreamRetries
 from millstream.writers.stream_writer import StreamWriter, operation_taker, stream_writer
@@ -409,6 +410,7 @@ def run_owner(
         watched_catalog(home, lifeline),
         contextlib.ExitStack() as stack,
     ):
+        _warn_of_left_slots(home, catalog)
         streams = [OwnedStream(home, catalog, name, config, open_other) for name, config in home.config.streams.items()]
 
         def facts() -> dict[str, Any]:
@@ -453,6 +455,13 @@ def run_owner(
     if failed:
         raise failed[0]
     return outcome
+
+
+def _warn_of_left_slots(home: Home, catalog: Catalog) -> None:
+    with contextlib.suppress(MillstreamError):
+        for row in catalog.streams():
+            for noted in left_slots(home, catalog, row.id):
+                logger.warning(left_words(noted), stream=row.name, code="slot_left", hint=left_hint(row.name, noted))
 
 
 def _writer_of(streams: dict[str, OwnedStream], name: str) -> StreamWriter:
