@@ -24,6 +24,7 @@ S = TypeVar("S")
 
 _RETRY_S: Final = 1.0
 _CANCEL_S: Final = 2.0
+_CANCELS_EVERY_S: Final = 0.1
 _RETRY_MAX_S: Final = 10.0
 _TRANSIENT: Final = frozenset({"55P03", "57014", "42P01", "3F000", "40001", "40P01"})
 """SQLSTATEs after which a task is retried: locks not acquired in time, names that change, conflicts."""
@@ -82,12 +83,13 @@ class ChunkWorkers(Generic[S]):
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-            busy = list(self._connections)
-        for connection in busy:
-            with contextlib.suppress(psycopg.Error):
-                connection.cancel_safe(timeout=_CANCEL_S)
-        for worker in self._workers:
-            worker.join()
+        # Again and again: a cancellation ends a query that runs, and none that is about to begin.
+        while not all(worker.join(_CANCELS_EVERY_S) for worker in self._workers):
+            with self._changed:
+                busy = list(self._connections)
+            for connection in busy:
+                with contextlib.suppress(psycopg.Error):
+                    connection.cancel_safe(timeout=_CANCEL_S)
 
     def check(self) -> None:
         """Raise the error that ended the session, if there is one."""
