@@ -18,7 +18,8 @@ import millstream
 from millstream.administration import doctor as doctors
 from millstream.administration.doctor import Diagnosis, examine
 from millstream.app.alerts.alert_file import Kept
-from millstream.app.status import collect_status, quarantine_of
+from millstream.app.status import collect_status
+from millstream.app.table_status import quarantine_of
 from millstream.catalog import TableState
 from millstream.catalog.pipeline_tables import QuarantinedTable
 from millstream.errors import LakeError, LakeTableForeign, MillstreamError, SourceError, TableUndecodable

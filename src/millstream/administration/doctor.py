@@ -30,9 +30,10 @@ from millstream.administration.lake_checks import (
     probe_lake_catalog,
 )
 from millstream.app.conditions import Kind, what_to_run
-from millstream.app.status import collect_status, live_progress, tables_of
+from millstream.app.status import collect_status, live_progress
 from millstream.app.status_words import undelivered, why_and_since
 from millstream.app.table_checks import refused_tables
+from millstream.app.table_status import tables_of
 from millstream.errors import LogError, MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home

@@ -171,7 +171,7 @@ def _quarantined(home: Home, stream: StreamId) -> dict[str, str]:
 
     Tables whose fold alone fails aren't among them: their records land, and a query reads them.
     """
-    from millstream.app.status import quarantine_of, shown_tables, table_facts
+    from millstream.app.table_status import quarantine_of, shown_tables, table_facts
     from millstream.catalog import TableState
 
     if not home.has_catalog():
