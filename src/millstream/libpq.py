@@ -50,6 +50,7 @@ _PINNED: Final = {
     "statement_timeout": "0",
     "lock_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
+    "idle_session_timeout": "0",
 }
 
 _URL: Final = re.compile(r"postgres(ql)?://")

@@ -160,3 +160,45 @@ def test_a_copy_that_ended_since_the_states_were_read_is_not_begun_again(stage: 
     running.stop()
     stage.catch_up()
     assert [row["id"] for _, _, row in stage.log.records()] == ["1", "2"]
+
+
+def test_limits_of_a_database_end_no_session_of_captures(stage: Stage) -> None:
+    """The limit of idle sessions ended the watcher's before each look: a new table wasn't captured."""
+    limits = ["idle_session_timeout"]
+    with stage.connect() as connection:
+        if connection.info.server_version >= 170000:
+            limits.append("transaction_timeout")
+        for limit in limits:
+            connection.execute(
+                f"DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET {limit} = 500', current_database()); END $$"
+            )
+        connection.execute("CREATE TABLE orders (id int PRIMARY KEY)")
+    with connect(stage.dsn, purpose="test") as pinned:
+        for limit in limits:
+            assert pinned.execute(f"SHOW {limit}").fetchone() == ("0",)
+    stage.config = replace(stage.config, look_s=1.5)
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
+    with stage.connect() as connection:
+        connection.execute("CREATE TABLE later (id int PRIMARY KEY)")
+    wait_until(lambda: stage.state("public.later") is TableState.STREAMING, "a look finds the new table", 60)
+    running.stop()
+
+
+def test_looks_go_on_over_connections_that_live_shorter_than_the_time_between_two(stage: Stage) -> None:
+    """The time to the next look began again with each connection, so that none came."""
+    stage.sql("CREATE TABLE orders (id int PRIMARY KEY)")
+    stage.config = replace(stage.config, look_s=2.0)
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
+    stage.sql("CREATE TABLE later (id int PRIMARY KEY)")
+
+    def is_found() -> bool:
+        stage.sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+            " AND application_name = 'millstream watch' AND backend_start < clock_timestamp() - interval '1.5 s'"
+        )
+        return stage.state("public.later") is TableState.STREAMING
+
+    wait_until(is_found, "a look finds the new table", 60)
+    running.stop()

@@ -32,6 +32,7 @@ VERSION_MIN: Final = 140000
 
 # The little that capture writes (publications) waits for no standby.
 _SESSION: Final = pinned_session(synchronous_commit="local")
+_SESSION_SINCE_17: Final = f"{_SESSION}; SET transaction_timeout = 0"
 _LOOKS_FOR_CLIENT_S: Final = 2
 """Seconds between two looks of the server whether its client is still there: one call of the operating system each."""
 
@@ -116,7 +117,8 @@ def _connect(dsn: str, name: str, **more: str) -> Connection:
     try:
         check_version(connection.info.server_version)
         with translated():
-            result = connection.pgconn.exec_(_SESSION.encode())
+            session = _SESSION_SINCE_17 if connection.info.server_version >= 170000 else _SESSION
+            result = connection.pgconn.exec_(session.encode())
             if result.status != pq.ExecStatus.COMMAND_OK:
                 raise translate_result(result)
     except BaseException:

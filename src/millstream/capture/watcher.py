@@ -74,6 +74,7 @@ class Watcher:
         self._beat = threading.Event()
         self._wake = threading.Event()
         directory.hurry = self._wake.set
+        self._looked_at = time.monotonic()
         self._last_end = Lsn(0)
         self._last_beat = time.monotonic()
         self._no_beat_before = 0.0
@@ -115,10 +116,9 @@ class Watcher:
                 self._stop.wait(self._config.look_s)
 
     def _watch(self, connection: Connection) -> None:
-        looked_at = time.monotonic()
         asked = False
         while not self._stop.is_set():
-            if time.monotonic() - looked_at >= self._config.look_s or self._directory.look_wanted.is_set():
+            if time.monotonic() - self._looked_at >= self._config.look_s or self._directory.look_wanted.is_set():
                 self._directory.look_wanted.clear()
                 try:
                     self._config.on_moment("look", {})
@@ -128,7 +128,7 @@ class Watcher:
                     logger.warning("the source's tables couldn't be looked at", code=error.code, error=error.message)
                     if connection.broken:
                         raise
-                looked_at = time.monotonic()
+                self._looked_at = time.monotonic()
             self._on_look(self._directory.refresh())
             if not self._identity.on_standby:
                 self._beat_where_idle(connection, asked=asked)

@@ -81,14 +81,14 @@ class PostgresTarget:
         except psycopg.Error as error:
             raise _refused(error, self.place) from error
         try:
-            with translated(self.place):
-                connection.execute(pinned_session(lock_timeout=_LOCK_PATIENCE).encode())
-                connection.execute(_PINNED_TOO)
             if connection.info.server_version < VERSION_MIN:
                 raise LakeError(
                     f"{self.place} is PostgreSQL {connection.info.server_version // 10000}; 14 is the oldest that tables can land in",
                     code="destination",
                 )
+            with translated(self.place):
+                connection.execute(pinned_session(lock_timeout=_LOCK_PATIENCE).encode())
+                connection.execute(_PINNED_TOO)
         except BaseException:
             connection.close()
             raise
