@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow as pa
 import pytest
 from tests.app.homes import wait_for
 from tests.serving.serving_process import Served, served, web_home
@@ -31,6 +33,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     with served(home) as found:
         yield found
+
+
+def arrow(table: pa.Table) -> str:
+    """Return a table as a request has it next to others."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+        out.write_table(table)
+    return base64.b64encode(sink.getvalue()).decode()
 
 
 def moments(server: Served, table: str) -> list[Any]:
@@ -66,6 +76,11 @@ def test_a_request_is_one_operation_and_tells_of_each_table(server: Served) -> N
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
+        (
+            json.dumps({"tables": {f"bad{n}": arrow(pa.table({"n": pa.nulls(3000)})) for n in range(2)}}).encode(),
+            422,
+            "rows_too_large",
+        ),
         (b'{"tables": {"bad": [{"n": 1}], "bad": [{"n": 2}]}}', 422, "invalid_value"),
         (b'{"tables": {"bad": [{"n": 1}], "public.bad": [{"n": 2}]}}', 422, "invalid_value"),
         (b'{"tables": {"bad": [{"n": 1}], "BAD": []}}', 422, "invalid_value"),
