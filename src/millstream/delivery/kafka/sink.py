@@ -47,6 +47,8 @@ _BATCH: Final = 5000
 _LEFT_KEPT_S: Final = 600.0
 """How long a message of an earlier process is recognised: more than its delivery to that process can have lasted."""
 _ROOM_AGAIN_S: Final = 0.01
+_LOOKS_EVERY_S: Final = 0.5
+"""How often a delivery that waits for answers looks whether the sink was closed."""
 
 
 class _Sending:
@@ -107,10 +109,13 @@ class KafkaSink:
         self._lock = threading.Lock()
         """Held while a batch is sent."""
         self._is_closed = False
+        """Also ends a delivery that is under way, at its next step."""
         self._admin: AdminClient | None = None
         self._producer: Producer | None = None
         self._topics: set[str] = set()
         """Topics that are there, and that the user may write to."""
+        self._failing_topics: set[str] = set()
+        """Topics that weren't when they were last asked about."""
         self._left = Committed()
         """Messages that an earlier producer committed and that may be delivered again."""
         self._left_until_s = 0.0
@@ -150,8 +155,8 @@ class KafkaSink:
 
     def close(self) -> None:
         """See `sinks.PushSink`."""
+        self._is_closed = True
         with self._lock:
-            self._is_closed = True
             self._drop_producer()
             self._admin = None
 
@@ -177,6 +182,7 @@ class KafkaSink:
             ]
             if not going:
                 break
+            self._check_open()
             if time.monotonic() > deadline_s:
                 raise _NotNow("Kafka doesn't take the batch in time")
             for sending in failing:
@@ -301,8 +307,13 @@ class KafkaSink:
                     return
 
     def _flush(self, producer: Producer, failing: Sequence[_Sending]) -> None:
-        left = producer.flush(ANSWERS_WITHIN_S)
-        if left and not failing:
+        end_s = time.monotonic() + ANSWERS_WITHIN_S
+        while left := producer.flush(max(0.0, min(_LOOKS_EVERY_S, end_s - time.monotonic()))):
+            self._check_open()
+            if time.monotonic() >= end_s:
+                break
+        # A transaction with a message that failed is aborted. Without one, a message without an answer isn't sent.
+        if left and not (failing and self._settings.transactions):
             raise _NotNow(f"Kafka doesn't acknowledge messages within {ANSWERS_WITHIN_S:g} s")
 
     def _judge(self, sending: _Sending, error: KafkaError) -> None:
@@ -409,19 +420,31 @@ class KafkaSink:
             producer.purge(in_queue=True, in_flight=True, blocking=False)
             producer.flush(0)
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise _NotNow("the sink was closed")
+
     def _make_topics(self, admin: AdminClient, sendings: Sequence[_Sending]) -> None:
         """Make topics that aren't there. Messages of a topic that can't be made get the reason."""
         wanted = {event.topic for sending in sendings for event in sending.events} - self._topics
         failing: dict[str, str] = {}
-        for topic in sorted(wanted):
+        end_s = time.monotonic() + 2 * ANSWERS_WITHIN_S
+        # Those that failed come last: with no time left for all, they keep none from being asked about.
+        for topic in sorted(wanted, key=lambda topic: (topic in self._failing_topics, topic)):
+            self._check_open()
+            if time.monotonic() > end_s:
+                failing[topic] = "Kafka doesn't answer in time about the topics of the batch"
+                continue
             try:
                 make_topic(admin, topic, timeout_s=ANSWERS_WITHIN_S)
                 # A transaction with one message that may not be written takes none, and doesn't report which one.
                 check_right_to_write(admin, topic, timeout_s=ANSWERS_WITHIN_S)
             except WriteBufferError as error:
                 failing[topic] = self._with_cause(error.message)
+                self._failing_topics.add(topic)
             else:
                 self._topics.add(topic)
+                self._failing_topics.discard(topic)
         for sending in sendings if failing else ():
             sending.error = next((failing[event.topic] for event in sending.events if event.topic in failing), None)
 
