@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -349,6 +350,27 @@ def test_a_sink_that_hangs_holds_up_no_end(by_task: bool, monkeypatch: pytest.Mo
     wait_for(lambda: copies.is_closed and copies.rows)
     wait_for(lambda: not any(thread.name.startswith("routing-sink") for thread in threading.enumerate()))
     assert copies.rows == [1], "what was refused isn't sent later"
+
+
+def test_what_waits_for_a_slow_sink_is_refused_once_its_deadline_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink that was away took a time limit for each write that waited, one after the other, and callers all of them."""
+    monkeypatch.setattr(dispatch, "_THREADS_OF_A_SINK", 1)
+    log, copies = Log(), Sink()
+    to = Dispatcher(log, {"copies": copies})
+    copies.goes_on.clear()
+    with ThreadPoolExecutor(3) as threads:
+        begun = threads.submit(to.append, write(("copies", [1])), deadline_s=60)
+        wait_for(lambda: copies.asked == 1)
+        late = threads.submit(to.append, write(("copies", [2])), deadline_s=0.1)
+        partly = threads.submit(to.append, write((None, [3]), ("copies", [3])), deadline_s=0.1)
+        wait_for(lambda: len(to._on_way) == 3)
+        over_s = time.monotonic() + 0.1
+        wait_for(lambda: time.monotonic() > over_s)
+        copies.goes_on.set()
+        errors = [future.exception(60) for future in (begun, late, partly)]
+    assert [type(error) for error in errors] == [type(None), Overloaded, PartialWrite]
+    assert (copies.asked, copies.rows) == (1, [1])
+    to.close()
 
 
 @pytest.mark.parametrize("by_task", WAYS)

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from millstream.serving.connection_bounds import ConnectionBounds
 from millstream.serving.http_server import HttpServer
 from millstream.serving.request_bodies import Held, Intake
 from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT
+from millstream.serving.row_processes import forwarding as forwarding_module
 from millstream.serving.row_processes.forwarding import Forwarder, answering, listening
 from millstream.serving.row_processes.shared_totals import SharedTotals, make_file
 from millstream.serving.row_processes.supervision import listen_together, serve_in_processes
@@ -232,6 +233,28 @@ def test_as_many_requests_as_come_at_once_wait_for_the_process_that_answers(tmp_
                 return set(await asyncio.gather(*requests))
 
     assert uvloop.run(statuses()) == {201}
+
+
+def test_requests_for_a_process_that_takes_none_are_refused_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They tried to connect for as long as it hung, fifty times a second each, also those whose clients had gone."""
+    monkeypatch.setattr(forwarding_module, "_CONNECTS_WITHIN_S", 0.5)
+
+    async def all_answered(path: Path) -> list[int | None]:
+        async with asyncio.timeout(20):
+            return await asyncio.gather(*(status_of(path) for _ in range(3)))
+
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as hanging, ExitStack() as waiting:
+        hanging.bind(str(path))
+        hanging.listen(0)
+        with suppress(BlockingIOError):
+            while True:
+                client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect(str(path))
+        assert uvloop.run(all_answered(path)) == [503, 503, 503]
 
 
 def test_requests_of_processes_that_drain_are_answered_until_these_have_ended(tmp_path: Path) -> None:

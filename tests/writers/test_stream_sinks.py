@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pyarrow as pa
 import pytest
+from tests.app.homes import wait_for
 from tests.routing.rows import batch_of, ops_of, schema_of
 
 from millstream.client.appends import HomeAppends
-from millstream.errors import DedupWindowExpired, InvalidValue, MillstreamError, Overloaded, SessionsNeedOneWriter
+from millstream.errors import (
+    BufferUnavailable,
+    DedupWindowExpired,
+    InvalidValue,
+    MillstreamError,
+    Overloaded,
+    SessionsNeedOneWriter,
+    WriterClosed,
+)
 from millstream.model.operations import AppendedTables, TableAppended, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken
-from millstream.writers.stream_sinks import StreamSink
+from millstream.writers.stream_sinks import LazySink, StreamSink
 
 KEYED = schema_of({"id": pa.int64()}, key=("id",))
 
@@ -25,6 +36,10 @@ class Home:
         """Errors by row."""
         self.refusing_keys: MillstreamError | None = None
         self.appended: list[tuple[int, str | None]] = []
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def append_all(
         self, stream: str, tables: dict[str, pa.Table], *, deadline_s: float, idempotency_key: str | None = None
@@ -96,3 +111,29 @@ def test_a_stream_that_knows_no_keys_gets_the_rows_without_and_what_it_knows_is_
     home.refusing_keys = SessionsNeedOneWriter("several write")
     sink.append(ops(2, 3, idempotency_key="k"), deadline_s=1.0)
     assert home.appended == [(2, None), (3, None)]
+
+
+def test_writes_that_find_a_sink_being_opened_wait_for_one_attempt(home: Home) -> None:
+    """Each of them opened it again after the one before had failed, in turn, for the sink's whole time limit."""
+    goes_on, is_back, attempts = threading.Event(), threading.Event(), []
+
+    def make() -> StreamSink:
+        attempts.append(1)
+        assert goes_on.wait(60)
+        if not is_back.is_set():
+            raise BufferUnavailable("away")
+        return sink_of(home)
+
+    lazy = LazySink(make)
+    with ThreadPoolExecutor(16) as threads:
+        waiting = [threads.submit(lazy.append, ops(1), deadline_s=1.0) for _ in range(16)]
+        wait_for(lambda: attempts and all(one.running() for one in waiting))
+        goes_on.set()
+        assert [type(one.exception(60)) for one in waiting] == [BufferUnavailable] * 16
+    assert len(attempts) < 16
+    is_back.set()
+    assert lazy.append(ops(1), deadline_s=1.0)
+    lazy.close()
+    with pytest.raises(WriterClosed):
+        lazy.append(ops(1), deadline_s=1.0)
+    assert home.is_closed

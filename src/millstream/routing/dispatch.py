@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -15,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import structlog
 
-from millstream.errors import AppendOutcomeUnknown, MillstreamError, PartialWrite, WriterClosed
+from millstream.errors import AppendOutcomeUnknown, MillstreamError, Overloaded, PartialWrite, WriterClosed
 from millstream.model.operations import Ack, Outcome, Submitted, WriteOps, writes_in
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.replication import AckLevel
@@ -208,6 +209,7 @@ class Dispatcher:
         Return the outcomes of each operation, by sink.
         """
         told: list[dict[str, Future[SinkOutcome]]] = [{} for _ in each]
+        end_s = None if deadline_s is None else time.monotonic() + deadline_s
         for sink, counts in in_sinks.items():
             new: dict[int, SinkDelivery] = {}
             for number, count in enumerate(counts):
@@ -227,17 +229,21 @@ class Dispatcher:
             if is_over:
                 self._end(list(new.values()), [_was_given_nothing()] * len(new))
             else:
-                self._threads.submit(partial(self._deliver, sink, part, list(new.values()), deadline_s))
+                self._threads.submit(partial(self._deliver, sink, part, list(new.values()), end_s))
         return told
 
-    def _deliver(self, sink: str, ops: WriteOps, deliveries: Sequence[SinkDelivery], deadline_s: float | None) -> None:
+    def _deliver(self, sink: str, ops: WriteOps, deliveries: Sequence[SinkDelivery], end_s: float | None) -> None:
         outcomes: Sequence[SinkOutcome | BaseException]
+        left_s = None if end_s is None else end_s - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            self._end(deliveries, [_came_too_late(sink)] * len(deliveries))
+            return
         with self._changed:
             if self._is_over:
                 return
             self._on_way |= dict.fromkeys(deliveries, True)
         try:
-            outcomes = self._sinks[sink].append(ops, deadline_s=deadline_s)
+            outcomes = self._sinks[sink].append(ops, deadline_s=left_s)
             assert len(outcomes) == len(deliveries), "a sink says of each operation what became of it"
         except BaseException as error:  # noqa: BLE001 (whoever waits raises it)
             outcomes = [error] * len(deliveries)
@@ -289,6 +295,10 @@ def _gave_no_answer() -> MillstreamError:
 
 def _was_given_nothing() -> MillstreamError:
     return WriterClosed("the stream was closed; the sink was given nothing")
+
+
+def _came_too_late(sink: str) -> MillstreamError:
+    return Overloaded(f"sink {sink} was busy with earlier writes until the deadline; it was given nothing")
 
 
 def _sinks_of(ops: WriteOps) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import pyarrow as pa
 
 from millstream.config.model import BufferConfig
-from millstream.errors import DedupWindowExpired, MillstreamError, Retry, SessionsNeedOneWriter
+from millstream.errors import DedupWindowExpired, MillstreamError, Retry, SessionsNeedOneWriter, WriterClosed
 from millstream.model.operations import writes_in
 from millstream.model.records import log_row_prefix
 from millstream.routing.sinks import BufferSink
@@ -63,22 +64,40 @@ class LazySink:
     def __init__(self, make: Callable[[], RecordSink]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._sink: RecordSink | None = None
+        self._opened: Future[RecordSink] | None = None
+        """The sink, or the attempt to open it that is under way."""
+        self._is_closed = False
 
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
-        """Append as `ports.RecordSink`; also raises the errors of opening the sink."""
+        """Append as `ports.RecordSink`; also raises the errors of opening the sink, and `WriterClosed` once it is closed."""
+        return self._sink().append(ops, deadline_s=deadline_s)
+
+    def _sink(self) -> RecordSink:
+        """Return the sink. Callers that come while it is being opened wait for that attempt, and share its failure."""
+        mine: Future[RecordSink] = Future()
         with self._lock:
-            if self._sink is None:
-                self._sink = self._make()
-            sink = self._sink
-        return sink.append(ops, deadline_s=deadline_s)
+            if self._is_closed:
+                raise WriterClosed("the sink was closed; it was given nothing")
+            opened = self._opened
+            if opened is None:
+                self._opened = mine
+        if opened is not None:
+            return opened.result()
+        try:
+            mine.set_result(self._make())
+        except BaseException as error:
+            with self._lock:
+                self._opened = None
+            mine.set_exception(error)
+            raise
+        return mine.result()
 
     def close(self) -> None:
-        """Close as `ports.RecordSink`."""
+        """Close as `ports.RecordSink`, after an attempt to open it that is under way."""
         with self._lock:
-            sink, self._sink = self._sink, None
-        if sink is not None:
-            sink.close()
+            opened, self._opened, self._is_closed = self._opened, None, True
+        if opened is not None and opened.exception() is None:
+            opened.result().close()
 
 
 class StreamSink:

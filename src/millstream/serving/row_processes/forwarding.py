@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,8 @@ FORWARDED_SOCKET: Final = "forwarded.sock"
 _BACKLOG: Final = 1024
 _CONNECTS_EVERY_S: Final = 0.02
 """Seconds between attempts to connect while the backlog is full."""
+_CONNECTS_WITHIN_S: Final = 30.0
+"""Seconds until a request is refused because the backlog stays full: that process may hang."""
 _DRAIN_LOOKS_EVERY_S: Final = 0.02
 _LENGTH: Final = struct.Struct("<I")
 _SCOPE: Final = ("http_version", "method", "path", "raw_path", "query_string", "headers", "scheme", "client", "server")
@@ -85,10 +88,13 @@ class Forwarder:
             await answer(send, status, encoded(plain_problem(status, why)), headers_of(status))
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        end_s = time.monotonic() + _CONNECTS_WITHIN_S
         while True:
             try:
                 return await asyncio.open_unix_connection(self._path)
             except BlockingIOError:  # many requests came at once: the system lets none wait beyond the backlog
+                if time.monotonic() > end_s:
+                    raise
                 await asyncio.sleep(_CONNECTS_EVERY_S)
 
 
