@@ -78,6 +78,14 @@ def test_an_unset_password_is_one_finding(home: Home) -> None:
     assert said.count("A_PASSWORD_THAT_IS_NOT_SET is not set") == 1
 
 
+def test_a_configuration_that_names_no_stream_is_wrong(tmp_path: Path) -> None:
+    """Regression: doctor found nothing wrong, and said "0 streams"."""
+    (tmp_path / "millstream.toml").write_text("")
+    found = next(one for one in examine(Home(tmp_path), lambda _line: None) if one.check == "configuration")
+    assert (found.code, found.is_wrong) == ("config", True)
+    assert "[streams.NAME]" in found.fix
+
+
 def test_a_table_that_capture_quarantined_is_wrong_with_the_command_to_run(home: Home) -> None:
     (found,) = tables(home)
     assert (found.code, found.blocks, found.table) == ("table_quarantined", "table", 'public."Bad One"')

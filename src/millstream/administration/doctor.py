@@ -282,8 +282,8 @@ def _failed(check: str, error: Exception, blocks: str) -> Diagnosis:
 
 
 def _configuration(home: Home) -> str:
-    streams = home.config.streams
-    return f"{home.config_file}: {counted(len(streams), 'stream')}"
+    home.check_names_stream()
+    return f"{home.config_file}: {counted(len(home.config.streams), 'stream')}"
 
 
 def _folder(home: Home) -> str:

@@ -231,10 +231,12 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
 
     Raises:
         HomeBusy: another process runs the home's pipelines.
+        ConfigError: it configures no stream.
         UsageError (`missing_extra`): pyspark isn't installed.
         MillstreamError: a pipeline couldn't go on (one's error, after the others have ended; if another process may do
             better for one of them, that one's).
     """
+    home.check_names_stream()
     home.prepare()
     try:
         from millstream.spark.session import open_context

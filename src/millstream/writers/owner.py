@@ -390,8 +390,10 @@ def run_owner(
 
     Raises:
         HomeBusy: another process owns the home.
+        ConfigError: it configures no stream.
         MillstreamError: a stream couldn't go on (the first one's error, after the others have ended).
     """
+    home.check_names_stream()
     home.prepare()
     place_compiled_code(home)
     if home.config.writer.name is not None:
