@@ -33,6 +33,7 @@ from millstream.errors import (
 )
 from millstream.home.home import Home
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
+from millstream.private_files import UNFINISHED
 from millstream.processes.role_locks import RoleLock
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.regions import region_clocks
@@ -486,3 +487,13 @@ def test_writes_that_may_repeat_another_regions_look_for_them_now_and_then_and_n
     for _ in range(5):
         heard()
     assert len(looks) == 1
+
+
+def test_what_a_killed_process_left_of_a_state_goes_with_the_next_one(tmp_path: Path) -> None:
+    """A process that memory runs out for may be killed again and again: each left a file as large as the table."""
+    with both(tmp_path) as (one, _):
+        folder = one / "data" / "regions" / "shop"
+        folder.mkdir(parents=True)
+        (folder / f"{UNFINISHED}0123456789abcdef").write_bytes(b"x" * 1000)
+        reconcile_stream(Home(one), "shop", ["posts"])
+        assert [file.name for file in folder.iterdir()] == ["public.posts.state"]

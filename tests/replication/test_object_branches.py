@@ -20,12 +20,13 @@ from millstream.codec.checksums import Bytes
 from millstream.errors import LinkLost, StoreUnavailable
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Document, Hello, NodeName
+from millstream.model.replication import Document, Hello, NodeName, Shipment
 from millstream.nodes.object_stores import FetchedStream, fetch, lineage_document, stored_lineage
 from millstream.nodes.restore import restore_stream
 from millstream.protocol.replication.leader_events import Heard, StoredUpto
 from millstream.protocol.replication.promises_and_fencing import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
 from millstream.replication.archiver import WalArchiver
+from millstream.replication.object_store.reader import StoreReader
 from millstream.replication.object_store.store_client import Objects
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.wal.files import RealFiles
@@ -299,3 +300,27 @@ def test_sessions_that_know_more_than_is_stored_wait_for_it(tmp_path: Path) -> N
         home = tmp_path / f"at-{at}"
         restore_stream(scene.store.as_uri(), "web", home, at=f"{STREAM.hex[:8]}.s{at}")
         assert (home / "data" / "wal" / "web" / SESSIONS_NAME).exists() is is_there
+
+
+def test_a_restore_ends_while_a_leader_goes_on_storing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended once a look found nothing more: never, next to a leader that stored faster than it could read."""
+    scene = Scene(tmp_path)
+    write(scene.old, 1, 60, "a")
+    scene.archive(scene.old, RoleFact())
+    upto, added, plain = StreamReader(str(scene.old)).persisted_upto(), [0], StoreReader.recv
+
+    def recv(reader: StoreReader, timeout_s: float) -> Shipment | None:
+        found = plain(reader, timeout_s)
+        if found is None and added[0] < 5:
+            added[0] += 1
+            write(scene.old, 1 + added[0], 1, "a", first=59 + added[0])
+            scene.archive(scene.old, RoleFact())
+            found = plain(reader, timeout_s)
+        return found
+
+    monkeypatch.setattr(StoreReader, "recv", recv)
+    found = restore_stream(scene.store.as_uri(), "web", tmp_path / "restored")
+    assert added[0] < 5
+    assert found["persisted_upto"] >= upto
+    reader = StreamReader(str(tmp_path / "restored" / "data" / "wal" / "web"))
+    assert sum(part.batch.num_rows for part in reader.read_between(Seq(0), reader.persisted_upto())) >= 60

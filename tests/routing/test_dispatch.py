@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.ingest.append_requests import operations_of
-from millstream.model.buffered_operations import ReadPause
+from millstream.model.buffered_operations import BufferMeta, ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
@@ -41,6 +41,7 @@ from millstream.routing.rules import HashRing, Matcher, RuleTarget, ShardConfig,
 from millstream.routing.sinks import BufferSink
 from millstream.testing.errors import code_of
 from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
+from millstream.writers.write_buffers import BufferDestination
 
 KEYED = schema_of({"id": pa.int64(), "n": pa.int64()}, key=("id",))
 
@@ -424,6 +425,27 @@ def test_a_sink_that_may_fail_fails_no_write_and_is_counted(by_task: bool) -> No
     log.failing = DiskFull("no space")
     with pytest.raises(DiskFull):
         append(to, write((None, [1]), ("copies", [1])), by_task=by_task)
+
+
+class FullBuffer(MemoryBuffer):
+    """A buffer without room: a caller waits until its deadline."""
+
+    def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
+        del shard, op
+        threading.Event().wait(deadline_s)
+        raise Overloaded("it has no room")
+
+
+def test_operations_that_a_buffer_has_no_room_for_wait_until_one_deadline() -> None:
+    """Each operation of a call waited for the whole of it, in turn."""
+    buffer = FullBuffer(MemoryServer(), "copies", create_shards=1)
+    ops = group(("copies", {n: [n] for n in range(30)}), count=30)
+    began_s = time.monotonic()
+    outcomes = BufferSink(buffer).append(ops, deadline_s=0.5)
+    destination = BufferDestination(buffer, "copies")
+    each = destination.append(group((None, {n: [n] for n in range(30)}), count=30), deadline_s=0.5).each
+    assert [type(outcome) for outcome in (*outcomes, *each)] == [Overloaded] * 60
+    assert time.monotonic() - began_s < 15
 
 
 def test_a_buffer_gets_each_key_on_one_of_its_shards_in_order() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -95,6 +96,7 @@ def fetch(
     upto: GroupNumber | None = None,
     withholds: bool = False,
     past_damage: bool = False,
+    beside_leader: bool = False,
     stop: Callable[[], bool] = lambda: False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> FetchedStream:
@@ -106,6 +108,8 @@ def fetch(
         withholds: whether readers of the log see nothing of it before a leader says so.
         past_damage: if objects are damaged or missing, fetch what precedes them on each shard; `damage`
             names them then.
+        beside_leader: end with what the store has once its documents have come: a leader that goes on may
+            store more for as long as it is read.
 
     Raises:
         UnknownStream: neither the store nor the folder has anything of that stream.
@@ -124,7 +128,7 @@ def fetch(
             hello = Hello(log.stream, NodeName("restore"), Epoch(0), log.position())
             link = store.connect(hello, _CONNECTS_WITHIN_S, ends)
             try:
-                taking.take(log, link, upto, stop)
+                taking.take(log, link, upto, stop, partial(_has_all, store, ends) if beside_leader else None)
                 break
             except (ReplicaGap, FollowerBehindRetention, ShipmentUnreadable, Diverged) as error:
                 if isinstance(error, Diverged) and not past_damage:
@@ -159,8 +163,24 @@ class _Taking:
         self.documents: dict[str, Document] = {}
         self.size_bytes = 0
 
-    def take(self, log: ReplicaLog, link: LeaderLink, upto: GroupNumber | None, stop: Callable[[], bool]) -> None:
-        """Take what comes until nothing more does. Raises as `ReplicaLog.apply`, and as the link."""
+    def take(
+        self,
+        log: ReplicaLog,
+        link: LeaderLink,
+        upto: GroupNumber | None,
+        stop: Callable[[], bool],
+        has_all: Callable[[], Callable[[ReplicaLog], bool]] | None,
+    ) -> None:
+        """Take what comes until nothing more does. Raises as `ReplicaLog.apply`, and as the link.
+
+        Args:
+            log: the log.
+            link: the store's.
+            upto: as `fetch`'s.
+            stop: as `fetch`'s.
+            has_all: called once the documents have come; returns whether a log has all that there is then.
+        """
+        is_over: Callable[[ReplicaLog], bool] | None = None
         while not stop() and (shipment := link.recv(_LOOKS_FOR_S)) is not None:
             # Remaining shipments may have older documents than the first ones.
             self.documents |= {
@@ -176,6 +196,33 @@ class _Taking:
                 self._tell(f"{self.size_bytes >> 20} MiB are here")
             if upto is not None and log.end().group >= upto:
                 return
+            if has_all is not None:
+                is_over = is_over or has_all()
+                if is_over(log):
+                    return
+
+
+def _has_all(store: ObjectStoreTransport, ends: Mapping[ShardId, ByteEnd]) -> Callable[[ReplicaLog], bool]:
+    """Return whether a log has what a store has now, as far as it can be read: up to `ends`, without marks if there are any."""
+    marks = store.newest().marks
+
+    def has_all(log: ReplicaLog) -> bool:
+        if not ends:
+            shown = log.marks()
+            return all(
+                shard in shown
+                and shown[shard].durable_offset >= mark.durable_offset
+                and shown[shard].group >= mark.group
+                for shard, mark in marks.items()
+            )
+        position = log.position()
+        wanted = {shard: ByteEnd(mark.base_offset, mark.byte_end) for shard, mark in marks.items()}
+        return all(
+            end.position == 0 or (shard in position and position[shard] >= min(end, ends.get(shard, end)))
+            for shard, end in wanted.items()
+        )
+
+    return has_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def restore_stream(
         asked = None if at is None else parse_as_of(at, stream_id, now=now)
         home = _home_at(folder, begun, stream, region)
         wal, replication = home.wal_folder(stream), home.data / "replication" / stream
-        found = fetch(store, stream, wal, past_damage=True, tell=tell)
+        found = fetch(store, stream, wal, past_damage=True, beside_leader=True, tell=tell)
         if upto is None and aside:
             tell(
                 "the store also has what a promotion without it has set aside: "

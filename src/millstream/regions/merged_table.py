@@ -56,7 +56,7 @@ from millstream.model.ids import RegionId, SchemaVersion, StreamId, TableId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
-from millstream.private_files import make_folder, replacing
+from millstream.private_files import UNFINISHED, make_folder, replacing
 from millstream.regions.declared_merges import check_forms, merge_of
 from millstream.regions.region_logs import check_region, region_logs
 from millstream.regions.state_files import mapped, merge_file
@@ -556,8 +556,10 @@ class RegionTable:
         return state.vector[self._own].linear(), rows.select(own_columns(rows.schema).names)
 
     def keep(self, state: RegionState) -> None:
-        """Keep a state, durably, for the next read."""
+        """Keep a state, durably, for the next read. One process of a home does so at a time."""
         make_folder(self._file.parent)
+        for left in self._file.parent.glob(f"{UNFINISHED}*"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         with replacing(self._file) as output:
             self.engine.write(state, output.write)
 

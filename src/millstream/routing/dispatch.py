@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -23,7 +22,7 @@ from millstream.model.replication import AckLevel
 from millstream.model.steps import run, run_async
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
-from millstream.routing.sinks import TOOK
+from millstream.routing.sinks import TOOK, end_of, left_s
 from millstream.workers import Crew, call_in_thread
 
 logger = structlog.get_logger("millstream.routing")
@@ -209,7 +208,7 @@ class Dispatcher:
         Return the outcomes of each operation, by sink.
         """
         told: list[dict[str, Future[SinkOutcome]]] = [{} for _ in each]
-        end_s = None if deadline_s is None else time.monotonic() + deadline_s
+        end_s = end_of(deadline_s)
         for sink, counts in in_sinks.items():
             new: dict[int, SinkDelivery] = {}
             for number, count in enumerate(counts):
@@ -234,8 +233,8 @@ class Dispatcher:
 
     def _deliver(self, sink: str, ops: WriteOps, deliveries: Sequence[SinkDelivery], end_s: float | None) -> None:
         outcomes: Sequence[SinkOutcome | BaseException]
-        left_s = None if end_s is None else end_s - time.monotonic()
-        if left_s is not None and left_s <= 0:
+        in_time_s = left_s(end_s)
+        if in_time_s == 0:
             self._end(deliveries, [_came_too_late(sink)] * len(deliveries))
             return
         with self._changed:
@@ -243,7 +242,7 @@ class Dispatcher:
                 return
             self._on_way |= dict.fromkeys(deliveries, True)
         try:
-            outcomes = self._sinks[sink].append(ops, deadline_s=left_s)
+            outcomes = self._sinks[sink].append(ops, deadline_s=in_time_s)
             assert len(outcomes) == len(deliveries), "a sink says of each operation what became of it"
         except BaseException as error:  # noqa: BLE001 (whoever waits raises it)
             outcomes = [error] * len(deliveries)

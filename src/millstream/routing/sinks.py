@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from copy import copy
@@ -35,12 +36,28 @@ Sent: TypeAlias = list[tuple[ShardId, Future[BufferMeta]]]
 """An operation's parts, and their answers."""
 
 
-def send_parts(buffer: BufferWriting, op: WriteOps, deadline_s: float | None) -> Sent:
-    """Hand an operation's part for each shard to a buffer. A part that it refuses is a failed future."""
+def end_of(deadline_s: float | None) -> float | None:
+    """Return the time by `time.monotonic` at which a deadline is over; None: never."""
+    return None if deadline_s is None else time.monotonic() + deadline_s
+
+
+def left_s(end_s: float | None) -> float | None:
+    """Return the seconds until a time by `end_of`, at least 0; None: no limit."""
+    return None if end_s is None else max(0.0, end_s - time.monotonic())
+
+
+def send_parts(buffer: BufferWriting, op: WriteOps, end_s: float | None) -> Sent:
+    """Hand an operation's part for each shard to a buffer. A part that it refuses is a failed future.
+
+    Args:
+        buffer: the buffer.
+        op: the operation.
+        end_s: when its parts wait no longer for room, by `end_of`: that of all operations of a call.
+    """
     parts: Sent = []
     for shard, part in op.by_shard().items():
         try:
-            future = buffer.submit(shard, part, deadline_s=deadline_s)
+            future = buffer.submit(shard, part, deadline_s=left_s(end_s))
         except MillstreamError as error:
             future = Future()
             future.set_exception(error)
@@ -65,7 +82,8 @@ class BufferSink:
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
         """Implement `ports.RecordSink`: each operation is one of the buffer's on each shard that has rows of it."""
         placed = replace(ops, tables=tuple(part for table in ops.tables for part in self._parts(table)))
-        sent = [send_parts(self._buffer, op, deadline_s) for op in placed.split()]
+        end_s = end_of(deadline_s)
+        sent = [send_parts(self._buffer, op, end_s) for op in placed.split()]
         return [_outcome(parts) for parts in sent]
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +20,7 @@ from millstream.model.ids import default_name
 from millstream.model.operations import Ack, Submitted, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.replication import LOCAL
-from millstream.routing.sinks import Sent, send_parts
+from millstream.routing.sinks import Sent, end_of, left_s, send_parts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,23 +149,23 @@ class BufferDestination:
 
         Raises the buffer's errors: `BufferUnavailable`, `BufferOutcomeUnknown` ….
         """
-        give_up_s = _give_up_s(deadline_s)
-        return self._ack(self._send_all(ops, deadline_s, acks), give_up_s)
+        end_s = end_of(deadline_s)
+        return self._ack(self._send_all(ops, end_s, acks), end_s)
 
     async def append_async(
         self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
     ) -> Ack:
         """Append as `append`: one thread hands the operations over, and no thread waits for the answers."""
-        give_up_s = _give_up_s(deadline_s)
-        sent = await asyncio.to_thread(self._send_all, ops, deadline_s, acks)
+        end_s = end_of(deadline_s)
+        sent = await asyncio.to_thread(self._send_all, ops, end_s, acks)
         waiting = [asyncio.wrap_future(future) for _, parts in sent for _, future in parts if not future.done()]
         if waiting:
             answers = asyncio.gather(*waiting, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(answers), _left_s(give_up_s))
-        return self._ack(sent, give_up_s)
+                await asyncio.wait_for(asyncio.shield(answers), left_s(end_s))
+        return self._ack(sent, end_s)
 
-    def _send_all(self, ops: Submitted, deadline_s: float | None, acks: AckLevel | None) -> list[tuple[int, Sent]]:
+    def _send_all(self, ops: Submitted, end_s: float | None, acks: AckLevel | None) -> list[tuple[int, Sent]]:
         """Hand each operation to the buffer; return its row count and its parts.
 
         `ack_level_unavailable` if more is asked for than that the buffer has the rows.
@@ -179,25 +178,25 @@ class BufferDestination:
                 level=str(acks),
                 buffer=self._name,
             )
-        return [(op.row_count, send_parts(self._buffer, op, deadline_s)) for op in ops.split()]
+        return [(op.row_count, send_parts(self._buffer, op, end_s)) for op in ops.split()]
 
-    def _ack(self, sent: Sequence[tuple[int, Sent]], give_up_s: float | None) -> Ack:
+    def _ack(self, sent: Sequence[tuple[int, Sent]], end_s: float | None) -> Ack:
         """Return the outcome of each operation; waits for missing answers.
 
         `WriterClosed` if the buffer was closed before all of them.
         """
-        each = tuple(self._answer(count, parts, give_up_s) for count, parts in sent)
+        each = tuple(self._answer(count, parts, end_s) for count, parts in sent)
         if all(isinstance(outcome, WriterClosed) for outcome in each):
             # Raise the log's error, so that the holder of this destination requests another one.
             raise WriterClosed(f"write buffer {self._name} was closed; nothing was stored")
         return Ack({}, SeqRange(Seq(0), 0), each=each)
 
-    def _answer(self, count: int, parts: Sent, give_up_s: float | None) -> Ack | MillstreamError:
+    def _answer(self, count: int, parts: Sent, end_s: float | None) -> Ack | MillstreamError:
         stored: dict[ShardId, tuple[Offset, Offset]] = {}
         failed: dict[ShardId, MillstreamError] = {}
         for shard, future in parts:
             try:
-                meta = future.result(_left_s(give_up_s))
+                meta = future.result(left_s(end_s))
                 stored[shard] = Offset(meta.offset), Offset(meta.offset + 1)
             except TimeoutError:
                 failed[shard] = BufferOutcomeUnknown(
@@ -217,14 +216,6 @@ class BufferDestination:
             buffer=self._name,
             shards={str(shard): error.code for shard, error in failed.items()},
         )
-
-
-def _give_up_s(deadline_s: float | None) -> float | None:
-    return None if deadline_s is None else time.monotonic() + deadline_s
-
-
-def _left_s(give_up_s: float | None) -> float | None:
-    return None if give_up_s is None else max(0.0, give_up_s - time.monotonic())
 
 
 def refuses_appends(stream: str, buffer: str) -> Callable[[str, str], WriteRules]:
