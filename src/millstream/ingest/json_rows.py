@@ -9,6 +9,7 @@ a name twice, the last one counts, as is common.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -142,7 +143,7 @@ def tables_of_json(body: bytes, *, rows_max: int = ROWS_MAX) -> dict[str, list[R
             raise InvalidValue(f"the body has more than tables: {error}", hint='Send {"tables": {…}}.') from error
         _refuse(body, error, lines=False)
     if len(names) != len(found.tables):
-        twice = next((name for n, name in enumerate(names) if name in names[:n]), names[0])
+        twice = next((name for name, count in Counter(names).items() if count > 1), names[0])
         raise InvalidValue(
             f"the body names table {twice} twice, or has several objects of tables",
             hint="Put all rows of a table into one array.",
