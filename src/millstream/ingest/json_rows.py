@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -232,13 +233,9 @@ def _by_name(rows: Sequence[Row], cells_max: int) -> dict[str, list[Any]]:
     # If the total of names is as if each row had the first row's names, no row has another name unless
     # one lacks a name.
     if sum(map(len, rows)) == len(rows) * len(names):
-        try:
-            columns = {name: [*map(itemgetter(name), rows)] for name in names}
-        except KeyError:
-            pass
-        else:
-            _check(names, len(rows), cells_max)
-            return columns
+        _check(names, len(rows), cells_max)
+        with suppress(KeyError):
+            return {name: [*map(itemgetter(name), rows)] for name in names}
     names = list(dict.fromkeys(chain.from_iterable(rows)))
     _check(names, len(rows), cells_max)
     return {name: [row.get(name) for row in rows] for name in names}
