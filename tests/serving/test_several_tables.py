@@ -6,6 +6,7 @@ import base64
 import json
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from decimal import Decimal
@@ -20,6 +21,7 @@ from tests.serving.serving_process import Served, served, web_home
 
 import millstream
 from millstream.errors import InvalidValue, MillstreamError
+from millstream.ingest.json_rows import tables_of_json
 
 PATH = "/v1/streams/web/tables"
 
@@ -221,3 +223,13 @@ def test_after_a_kill_each_request_is_there_whole_or_not_at_all(tmp_path: Path) 
     assert set(acknowledged) <= counts["k_a"].keys()
     assert counts["k_a"].keys() == counts["k_b"].keys() == counts["k_c"].keys()
     assert [set(of.values()) for of in counts.values()] == [{1}, {3}, {20}]
+
+
+def test_a_table_that_a_body_names_twice_is_found_soon() -> None:
+    """A body of 230 kB held the server's event loop for seconds, and a larger one a thread for hours."""
+    names = [*range(20_000), 19_999]
+    body = b'{"tables":{%s}}' % b",".join(b'"t%d":[]' % name for name in names)
+    began_s = time.process_time()
+    with pytest.raises(InvalidValue, match="names table t19999 twice"):
+        tables_of_json(body)
+    assert time.process_time() - began_s < 1
