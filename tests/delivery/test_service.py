@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.delivery.test_store import FailingDisk
 
 from millstream.app.open_home import OpenHome
 from millstream.catalog import TableState
+from millstream.delivery import wait_clock
 from millstream.delivery.consumer_store import LOG_NAME
 from millstream.delivery.running_consumer import Running
 from millstream.delivery.service import StreamConsumers
@@ -75,6 +78,26 @@ def test_a_consumer_holds_the_log_from_its_cursor_on(home: Home, opened: OpenHom
     assert holders(home) == {"consumer:lake": 1}
     consumers.delete("lake")
     assert holders(home) == {}
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_clock_that_is_set_back_prolongs_no_wait(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that wasn't acknowledged came again only once the clock showed again what it had shown."""
+    with home.open_catalog() as catalog, contextlib.closing(StreamConsumers(surroundings(home, catalog, "web"))) as one:
+        one.call("create", None, {"name": "late", "start": "earliest", "ack_wait_ms": 100})
+        given = one.call("receive", "late", {}).body["messages"]
+        assert len(given) == 4
+        monkeypatch.setattr(wait_clock, "time", SetBack)
+        again = one.call("receive", "late", {"wait_for_ms": 30_000}).body["messages"]
+        assert [(each["id"], each["deliveries"]) for each in again] == [(each["id"], 2) for each in given]
+
+
+class SetBack:
+    """The clock after it was set back by three hours."""
+
+    @staticmethod
+    def time_ns() -> int:
+        return time.time_ns() - 3 * 3600 * 10**9
 
 
 def test_a_consumer_that_was_cut_off_says_so_until_it_is_rewound(home: Home, opened: OpenHome) -> None:

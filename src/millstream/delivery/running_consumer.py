@@ -19,6 +19,7 @@ from millstream.delivery.consumer_store import Letter, Stored, died_letters, let
 from millstream.delivery.records.dropped_records import read_again
 from millstream.delivery.records.record_messages import KnownRow, Origin, merged, record_of
 from millstream.delivery.records.record_reader import ConsumerReader, Emptied, Key
+from millstream.delivery.wait_clock import now_ms
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
@@ -141,11 +142,12 @@ class Running:
             unsettled_bytes_max=unsettled_bytes_max,
             records_bytes_max=None if self.definition.kind is Kind.LATEST else unsettled_bytes_max,
         )
-        run = max(stored.state.run + 1, now_ms())
+        now = now_ms()
+        run = max(stored.state.run + 1, now)
         self.machine: Final = (
-            LatestConsumer(limits, stored.state, run=run, merge=self._merged)
+            LatestConsumer(limits, stored.state, run=run, now=now, merge=self._merged)
             if self.definition.kind is Kind.LATEST
-            else Consumer(limits, stored.state, run=run)
+            else Consumer(limits, stored.state, run=run, now=now)
         )
         self.backfills: Final = Backfilling(stream, stored, key, limits, self.machine, notes)
         self.follow_log()
@@ -592,8 +594,3 @@ class Running:
 
 def _age(letter: DeadLetter) -> tuple[int, str]:
     return letter.died, letter.message.id
-
-
-def now_ms() -> int:
-    """Return the wall clock in ms since 1970."""
-    return time.time_ns() // 1_000_000

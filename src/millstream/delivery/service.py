@@ -35,8 +35,9 @@ from millstream.delivery.request_fields import (
     wanted_place,
     wanted_rows,
 )
-from millstream.delivery.running_consumer import Running, Waiter, now_ms
+from millstream.delivery.running_consumer import Running, Waiter
 from millstream.delivery.start_position import check_kept
+from millstream.delivery.wait_clock import now_ms
 from millstream.errors import CursorExpired, DeliveryError, MillstreamError
 from millstream.model.positions import Seq
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, Phase, State, Status

@@ -21,6 +21,7 @@ from millstream.delivery.backfill.running_backfill import (
     file_of,
 )
 from millstream.delivery.consumer_store import Stored
+from millstream.delivery.wait_clock import now_ms
 from millstream.errors import DeliveryError
 from millstream.protocol.delivery import (
     Change,
@@ -89,9 +90,8 @@ class Backfilling:
 
     def _open(self, stored: StoredBackfill, folder: Path) -> None:
         rows = Rows(file_of(folder, stored.number), self._definition)
-        run = max(stored.state.run + 1, time.time_ns() // 1_000_000)
         limits = self._limits_of_rows()
-        self._work = Backfill(self._stream, self._definition, stored, rows, limits, run)
+        self._work = Backfill(self._stream, self._definition, stored, rows, limits, now_ms())
 
     def _limits_of_rows(self) -> Limits:
         own = self._limits
