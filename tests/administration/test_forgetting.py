@@ -151,7 +151,7 @@ def test_a_table_that_is_being_copied_or_that_applications_write_is_refused(tmp_
             catalog.set_state(row.id, TableState.STREAMING)
         with (
             RoleLock.take(landed.home.run_folder, "forget"),
-            pytest.raises(HomeBusy, match="copy --forget` of process"),
+            pytest.raises(HomeBusy, match="copy --forget`"),
         ):
             forget_table(landed.home, "public.users")
         with millstream.open(landed.home.path) as home:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.app.homes import done, make_home, run, wait_for
+from tests.commands import SCRIPT, Command
 from tests.serving.servers import served
 
 from millstream.errors import HomeBusy
-from millstream.processes.role_locks import RoleLock, holder
+from millstream.processes.role_locks import Role, RoleLock, holder
 
 
 def names(folder: Path) -> list[str]:
@@ -62,6 +66,44 @@ def test_a_removed_home_is_not_made_again(tmp_path: Path) -> None:
     assert lock._keep()
     lock.release()
     assert not (tmp_path / "home").exists()
+
+
+def another(folder: Path, role: str, **facts: str) -> Command:
+    """Return a process that has taken a role."""
+    code = (
+        "import sys, pathlib, json, time; from millstream.processes.role_locks import RoleLock;"
+        "lock = RoleLock.take(pathlib.Path(sys.argv[1]), sys.argv[2], **json.loads(sys.argv[3])); time.sleep(600)"
+    )
+    taken = Command([code, str(folder), role, json.dumps(facts)], begins=SCRIPT)
+    wait_for(lambda: holder(folder, cast("Role", role)))
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("held", "facts", "message", "hint"),
+    [
+        (["serve"], {}, "process {0}: `millstream serve`", "Stop process {0} by `kill {0}`"),
+        (["owner", "run"], {}, "process {1}: `millstream run`", "Stop process {1} by `kill {1}`"),
+        (["delivery"], {"what": "an application"}, "process {0}: an application", "Close the home in that process"),
+    ],
+)
+def test_a_busy_home_names_the_process_to_stop(
+    tmp_path: Path, held: list[str], facts: dict[str, str], message: str, hint: str
+) -> None:
+    """Regression: a part of `run` was named, which `run` starts again when it is killed."""
+    folder = tmp_path / "data" / "run"
+    folder.mkdir(parents=True)
+    with contextlib.ExitStack() as ends:
+        processes = []
+        for role in held:
+            processes.append(another(folder, role, **facts))
+            ends.callback(processes[-1].wait)
+            ends.callback(processes[-1].kill)
+        pids = [one.pid for one in processes]
+        with pytest.raises(HomeBusy) as refused:
+            RoleLock.take(folder, cast("Role", held[0]), patience_s=0.0)
+    assert refused.value.message == f"{tmp_path} is in use by {message.format(*pids)}"
+    assert hint.format(*pids) in refused.value.hint
 
 
 def test_processes_find_a_server_whose_run_folder_was_removed(tmp_path: Path) -> None:

@@ -97,11 +97,11 @@ class ConfigError(UsageError):
 
 
 class HomeBusy(MillstreamError):
-    """Another process owns this home; details: pid."""
+    """Another process uses the home, or this part of it; details: pid."""
 
     code = "home_busy"
     retry = Retry.OPERATOR
-    default_hint = "Stop the other `millstream run` first; `millstream status` shows it."
+    default_hint = "Stop the process that uses the home first; `millstream status` shows it."
 
 
 class UnknownStream(UsageError):

@@ -54,6 +54,8 @@ _WORDS: Final[dict[str, str]] = {
     "delivery": "the process that delivers to consumers",
     "alerts": "the process that sends alerts",
 }
+_PARTS: Final = frozenset({"owner", "pipeline", "serve", "follow"})
+"""The roles of the parts that `millstream run` starts again when they end."""
 LOCK_PATIENCE_S: Final = 30.0
 """How long a supervised part waits for one whose supervisor was killed: it ends within a second or two."""
 _STEP_ASIDE_S: Final = 15.0
@@ -104,18 +106,7 @@ class RoleLock:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     os.close(descriptor)
-                    has = holder(run_folder, role)
-                    pid, what = has.get("pid"), has.get("what") or _WORDS.get(role, "a writer")
-                    raise HomeBusy(
-                        f"{what} of process {pid or 'unknown'} has {run_folder.parent.parent}",
-                        hint="Close it, or end that process; it releases the home unless it hangs."
-                        if "what" in has
-                        else f"End process {pid}, for example by `kill {pid}`; `millstream status` shows it."
-                        if pid
-                        else None,
-                        pid=pid,
-                        role=role,
-                    ) from None
+                    raise _busy(run_folder, role) from None
                 time.sleep(_POLL_S)
         lock = cls(file, descriptor, {"pid": os.getpid(), "since": time.time()})
         lock.note(**facts)
@@ -199,6 +190,26 @@ class RoleLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _busy(run_folder: Path, role: AnyRole) -> HomeBusy:
+    """Return the error that names the process to stop: `millstream run` if it would start the role's holder again."""
+    home, has = run_folder.parent.parent, holder(run_folder, role)
+    pid, what = has.get("pid"), has.get("what") or _WORDS.get(role, "a writer")
+    supervisor = holder(run_folder, "run").get("pid") if role in _PARTS else None
+    # A part of a new `run` may wait for one whose supervisor was killed.
+    if supervisor is not None and supervisor not in {os.getpid(), os.getppid()}:
+        pid, what = supervisor, _WORDS["run"]
+    if pid is None:
+        return HomeBusy(f"{home} is in use by another process: {what}", pid=None, role=role)
+    return HomeBusy(
+        f"{home} is in use by process {pid}: {what}",
+        hint=f"Close the home in that process, or stop it by `kill {pid}`."
+        if "what" in has
+        else f"Stop process {pid} by `kill {pid}`, then repeat the command; `millstream status` shows what runs.",
+        pid=pid,
+        role=role,
+    )
 
 
 def writer_role(name: str | None) -> WriterRole:

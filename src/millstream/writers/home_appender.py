@@ -158,9 +158,11 @@ class HomeAppender:
             found = have_done(self._home, role, "reshard", asked, deadline_s=_RESHARDED_WITHIN_S)
             if found is not None:
                 return found
+        pid = holder(self._home.run_folder, writer_role(self._writer)).get("pid")
         raise HomeBusy(
-            "another process writes the home, and doesn't answer",
+            f"process {pid or 'unknown'} writes the home, and doesn't answer",
             hint="Repeat the call if the process is starting; `millstream status` shows it and the hash ring in force.",
+            pid=pid,
         )
 
     async def append_batch_async(
