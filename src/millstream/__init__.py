@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from millstream import errors as errors
     from millstream.app.open_home import OpenHome as OpenHome
     from millstream.app.open_home import open as open  # noqa: A004 - `millstream.open` is the name of the thing
+    from millstream.client.call_results import Latest as Latest
     from millstream.client.following import Following as Following
-    from millstream.client.home_calls import Latest as Latest
     from millstream.client.remote_home import RemoteHome as RemoteHome
     from millstream.client.remote_home import connect as connect
     from millstream.client.write_session import Session as Session
@@ -46,7 +46,7 @@ _PUBLIC = {
     "BufferOffset": ("millstream.model.buffered_operations", "BufferOffset"),
     "BufferedOp": ("millstream.model.buffered_operations", "BufferedOp"),
     "Following": ("millstream.client.following", "Following"),
-    "Latest": ("millstream.client.home_calls", "Latest"),
+    "Latest": ("millstream.client.call_results", "Latest"),
     "Guard": ("millstream.serving.checks_for_other_servers", "Guard"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
     "OpenHome": ("millstream.app.open_home", "OpenHome"),

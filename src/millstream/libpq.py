@@ -19,6 +19,10 @@ ADDRESS_HINT: Final = (
     "Write it as postgresql://user@host:5432/database; %-encode special characters in user and password (@ is %40, / is %2F), or take "
     "them from the environment: postgresql://user:${PASSWORD}@host/database."
 )
+CHANGED_LOGIN_HINT: Final = (
+    "After a password was changed in millstream.toml or in a variable of the environment, restart Millstream, which reads both at its "
+    "start; ~/.pgpass is read at every connection."
+)
 
 # Every transaction that may write begins with this. Under a role's or database's stricter default
 # isolation, concurrent transactions would fail, and one would see the state at its start instead of

@@ -18,7 +18,8 @@ import millstream
 from millstream.administration import doctor as doctors
 from millstream.administration.doctor import Diagnosis, examine
 from millstream.app.alerts.alert_file import Kept
-from millstream.app.status import collect_status, quarantine_of
+from millstream.app.status import collect_status
+from millstream.app.table_status import quarantine_of
 from millstream.catalog import TableState
 from millstream.catalog.pipeline_tables import QuarantinedTable
 from millstream.errors import LakeError, LakeTableForeign, MillstreamError, SourceError, TableUndecodable
@@ -75,6 +76,14 @@ def test_an_unset_password_is_one_finding(home: Home) -> None:
     code, said = doctor(home)
     assert code != 0
     assert said.count("A_PASSWORD_THAT_IS_NOT_SET is not set") == 1
+
+
+def test_a_configuration_that_names_no_stream_is_wrong(tmp_path: Path) -> None:
+    """Regression: doctor found nothing wrong, and said "0 streams"."""
+    (tmp_path / "millstream.toml").write_text("")
+    found = next(one for one in examine(Home(tmp_path), lambda _line: None) if one.check == "configuration")
+    assert (found.code, found.is_wrong) == ("config", True)
+    assert "[streams.NAME]" in found.fix
 
 
 def test_a_table_that_capture_quarantined_is_wrong_with_the_command_to_run(home: Home) -> None:

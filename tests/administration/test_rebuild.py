@@ -16,7 +16,7 @@ from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
 from millstream.administration.rebuild import await_outcome, rebuild_table, replay_table
-from millstream.app.status import quarantine_of
+from millstream.app.table_status import quarantine_of
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
 from millstream.errors import HomeBusy, LakeBehind, LakeError, PositionError, UnknownTable, UsageError
 from millstream.home.home import Home

@@ -17,7 +17,7 @@ from tests.serving.serving_process import served, web_home
 
 import millstream
 import millstream.aio
-from millstream.administration import doctor
+from millstream.administration.consumer_checks import check_consumer_state
 from millstream.delivery.consumer_lookup import Locked
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import DeliveryError, InvalidValue, WriterClosed
@@ -293,7 +293,7 @@ def test_damaged_state_is_refused_and_cut_off_only_where_the_loss_is_accepted(ho
         consumers = found.consumers("web")
         for name in ("first", "second"):
             consumers.create(name, start="earliest")
-    assert doctor._consumers(Home(home), "web") == "the state of 2 consumers can be read"
+    assert check_consumer_state(Home(home), "web") == "the state of 2 consumers can be read"
     log = home / "data" / "delivery" / "web" / "consumers.log"
     data = bytearray(log.read_bytes())
     data[data.index(b'"second"')] ^= 1
@@ -301,7 +301,7 @@ def test_damaged_state_is_refused_and_cut_off_only_where_the_loss_is_accepted(ho
     with millstream.open(home) as found, pytest.raises(DeliveryError, check=coded("consumer_state_unreadable")):
         found.consumers("web").list()
     with pytest.raises(DeliveryError, check=coded("consumer_state_unreadable")):
-        doctor._consumers(Home(home), "web")
+        check_consumer_state(Home(home), "web")
     told = run(home, "consumer", "repair")
     assert (told.returncode, "would be kept, as before the damage: first" in told.stdout) == (3, True), told
     assert log.read_bytes() == data

@@ -18,9 +18,11 @@ from tests.capture.capture_stage import Stage
 from tests.capture.test_layouts import marks
 from tests.seeds import Seeds
 
+from millstream.capture.transient_column_names import ShownColumns
 from millstream.catalog import TableState
 from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.operations import OperationKind
+from millstream.model.positions import Lsn
 from millstream.model.records import log_names
 from millstream.model.schema import TableKind
 
@@ -443,3 +445,26 @@ def test_what_a_capture_that_dies_has_shown_is_explained_by_the_next(stage: Stag
     stage.catch_up()
     assert marks(stage) == 1
     assert stage.log.replay()["public.t"] == stage.source_rows("t", ["id"])
+
+
+def test_a_look_that_began_before_a_copy_ended_requests_no_other(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It judged the forms of records that the copy had voided: `--until-caught-up` ended with a table to be copied."""
+    stage.sql(*MAKE)
+    stage.catch_up()
+    stage.sql(
+        "ALTER TABLE t RENAME a TO x", "INSERT INTO t VALUES (50, 'x', 'b', 1)", "ALTER TABLE t RENAME x TO a",
+        "ALTER TABLE t DROP CONSTRAINT t_pkey, ADD COLUMN number int GENERATED ALWAYS AS IDENTITY",
+        "ALTER TABLE t ADD PRIMARY KEY (number)",
+    )  # fmt: skip
+    begin_look = ShownColumns.begin_look
+
+    def slow_look(shown: ShownColumns, passed: Lsn) -> Any:
+        forms = begin_look(shown, passed)
+        if forms and stage.state("public.t") is TableState.COPYING:
+            wait_until(lambda: stage.state("public.t") is TableState.STREAMING, "it is copied")
+        return forms
+
+    monkeypatch.setattr(ShownColumns, "begin_look", slow_look)
+    copied = marks(stage)
+    stage.catch_up()
+    assert (stage.state("public.t"), marks(stage)) == (TableState.STREAMING, copied + 1)

@@ -14,6 +14,7 @@ import pytest
 from tests.capture.beside import until_done, wait_until
 from tests.capture.capture_stage import Stage
 
+from millstream.capture.leaves.sent_by_leaves import MARK
 from millstream.capture.source_checks import check_source, doctor_sql, drop_slot
 from millstream.capture.streamed_publications import publications_known
 from millstream.catalog import TableState
@@ -363,6 +364,28 @@ def test_a_table_without_identity_that_comes_while_capture_runs(stage: Stage, al
     wait_until(lambda: len(stage.log.replay()["public.orders"]) == 2, "what came behind it is captured")
     running.stop()
     assert bag(stage, "plain") == [("1",)]
+
+
+def test_streams_that_share_a_publication_may_make_it_at_once(stage: Stage) -> None:
+    """The slower one of two first starts ended with PostgreSQL's `duplicate key value`."""
+    name = stage.config.publication
+    stage.sql("CREATE TABLE orders (id int PRIMARY KEY); CREATE TABLE theirs (id int PRIMARY KEY)")
+    stage.config = replace(stage.config, tables=("public.orders",))
+    waits = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'CREATE PUBLICATION%'"
+    with stage.connect() as watching, stage.connect() as other:
+        with other.transaction():
+            for publication, tables in ((name, "FOR TABLE theirs"), (f"{name}_inserts", "")):
+                other.execute(
+                    f"CREATE PUBLICATION {publication} {tables}; COMMENT ON PUBLICATION {publication} IS '{MARK}'".encode()
+                )
+            running = stage.start()
+            wait_until(lambda: running.ended or watching.execute(waits).fetchone() is not None, "it is slower")
+        stage.sql("INSERT INTO orders VALUES (1)", "INSERT INTO theirs VALUES (1)")
+        wait_until(lambda: running.ended or ("1",) in stage.log.replay().get("public.orders", ()), "it goes on")
+        running.stop()
+        members = watching.execute("SELECT tablename FROM pg_publication_tables WHERE pubname = %s", [name]).fetchall()
+    assert sorted(members) == [("orders",), ("theirs",)]
+    assert "public.theirs" not in stage.log.replay()
 
 
 def test_a_publication_is_streamed_though_the_source_writes_on(stage: Stage) -> None:

@@ -5,7 +5,10 @@ The source may be waiting for another thread of this process.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -14,8 +17,9 @@ from psycopg import pq
 from tests.capture.beside import Beside
 from tests.capture.capture_stage import Stage
 
-from millstream.capture.connection import next_result
+from millstream.capture.connection import connect_replication, next_result
 from millstream.capture.copying import copy_output
+from millstream.capture.slot import create_slot
 
 Connection = psycopg.Connection[Any]
 
@@ -55,3 +59,19 @@ def test_a_thread_of_ours_that_the_answer_waits_for_goes_on(
         beside = Beside(let_go)
         assert wait(waiting) == b"had"
         beside.ended()
+
+
+def test_a_slot_is_created_over_a_connection_whose_descriptor_is_large(stage: Stage) -> None:
+    """`select` refuses numbers from 1024 on, which a process with many open segments and clients reaches."""
+    with contextlib.ExitStack() as stack:
+        while stack.enter_context(Path(os.devnull).open()).fileno() < 1024:
+            pass
+        running = stack.enter_context(stage.connect(autocommit=False))
+        running.execute("SELECT pg_current_xact_id()")  # the slot waits for its end
+        replication = stack.enter_context(connect_replication(stage.dsn))
+        assert replication.pgconn.socket >= 1024
+
+        def end_it(_waited_s: float) -> None:
+            running.rollback()
+
+        assert create_slot(replication, stage.config.slot, failover=False, meanwhile=end_it) > 0

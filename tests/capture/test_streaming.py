@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
-from tests.capture.beside import Beside, wait_until
+from tests.capture.beside import DEADLINE_S, Beside, until_done, wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.config import CaptureOutcome, CaptureProgress
@@ -251,6 +251,30 @@ def test_a_broken_connection_is_taken_up_again_without_loss_or_repetition(stage:
     running.stop()
     positions = stream_positions(stage)
     assert positions == sorted(set(positions))
+
+
+def test_a_source_that_breaks_each_session_at_its_start_is_asked_less_and_less_often(stage: Stage) -> None:
+    """It connects each time: that was taken for a success, and the next attempt followed within 0.2 seconds."""
+    stage.sql(ORDERS)
+    stage.catch_up()
+
+    def break_sessions(stop: threading.Event) -> None:
+        reader = "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active AND slot_name = %s"
+        with stage.connect() as connection:
+            while not stop.wait(0.002):
+                connection.execute(reader, [stage.config.slot])
+
+    begun = threading.Event()
+    running = stage.start(on_progress=lambda _progress: begun.set())
+    assert begun.wait(DEADLINE_S), "the first connection is made"
+    with capture_logs() as said, until_done(break_sessions):
+        wait_until(
+            lambda: [line for line in said if line["event"] == "capture begins again" and line["in_s"] > 1.6],
+            "it waits for longer than a second",
+        )
+    stage.sql("INSERT INTO orders VALUES (1, 'x', 1, now())")
+    wait_until(lambda: stage.log.replay().get("public.orders"), "the row comes once a session lasts")
+    running.stop()
 
 
 def test_a_full_disk_is_waited_for(stage: Stage) -> None:

@@ -221,6 +221,28 @@ def test_a_password_works_from_wherever_it_comes_and_is_shown_nowhere(
         assert kept == []
 
 
+def test_a_password_that_changes_in_its_file_is_read_at_the_next_connection(
+    server: EmbeddedPostgres, stage: Stage, tmp_path: Path
+) -> None:
+    """One in the DSN is not, and the hint said nothing of a restart."""
+
+    def change_to(password: str) -> None:
+        with server.connect() as connection:
+            connection.execute(f"ALTER ROLE by_password PASSWORD '{password}'")
+
+    by_file = f"{ways(server, stage, tmp_path, SECRET)['in a pgpass file'].dsn}&passfile={tmp_path / 'pgpass'}"
+    stage.config = replace(stage.config, dsn=by_file)
+    assert stage.catch_up().caught_up
+    change_to("the next")
+    try:
+        for dsn in (by_file, tls(server, stage, "by_password")):
+            assert "restart Millstream" in refused(stage, dsn).hint
+        ways(server, stage, tmp_path, "the next")
+        assert stage.catch_up().caught_up
+    finally:
+        change_to(SECRET)
+
+
 def test_a_configuration_shows_no_secret_when_it_is_printed() -> None:
     source = SourceConfig(dsn=f"postgresql://app:{quote(SECRET, safe='')}@h/db")
     assert "tables" in repr(source)

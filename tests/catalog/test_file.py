@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -123,6 +124,26 @@ def test_files_that_are_removed_or_replaced_under_an_open_catalog_are_noticed(
             assert caught.value.details["file"] == str(file)
         (tmp_path / "elsewhere").rename(file)
         assert catalog.resolve_stream("shop") == stream
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_home_that_was_moved_is_started_at_its_new_place_and_one_that_was_deleted_restored(
+    tmp_path: Path, is_made_again: bool
+) -> None:
+    """The hint for a moved folder was to restore the catalog from a copy."""
+    old, new = tmp_path / "home" / "data", tmp_path / "moved" / "data"
+    with Catalog(old / "catalog.db") as catalog:
+        catalog.resolve_stream("shop")
+        old.parent.rename(new.parent)
+        if is_made_again:
+            old.mkdir(parents=True)
+        with pytest.raises(CatalogError, check=coded("catalog_replaced"), match=f"{old} was moved to {new}") as caught:
+            catalog.streams()
+        assert "`--home` at the folder's new place" in caught.value.hint
+        shutil.rmtree(new.parent)
+        with pytest.raises(CatalogError, check=coded("catalog_replaced"), match="removed") as caught:
+            catalog.streams()
+        assert "restore" in caught.value.hint
 
 
 def test_a_commit_to_a_file_that_was_removed_meanwhile_is_not_acknowledged(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_a_wrong_password_is_said_and_never_shown(server: EmbeddedPostgres, data
     assert error.retry is Retry.OPERATOR
     assert "password authentication failed" in error.message
     assert "pgpass" in error.hint
+    assert "restart Millstream" in error.hint
     unescaped = f"postgresql://guarded:{SECRET}@127.0.0.1:{server.port}/{database}"
     assert "%-encode" in refused(lambda: Catalog(unescaped)).message + refused(lambda: Catalog(unescaped)).hint
 

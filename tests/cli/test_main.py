@@ -391,6 +391,16 @@ def test_run_refuses_a_configuration_that_is_wrong(tmp_path: Path, text: str, co
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize("words", [("capture", "run"), ("pipeline", "run"), ("append", "orders"), ("wal", "verify")])
+def test_a_home_that_names_no_stream_says_what_to_write(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Regression: capture and the pipeline ran without a word; the others said that `run` would make streams appear."""
+    (tmp_path / "millstream.toml").write_text("")
+    done = here("--home", str(tmp_path), *words)
+    assert done.returncode == 2
+    assert f"{tmp_path}/millstream.toml names no stream" in done.stderr
+    assert "hint: Add `[streams.NAME]` to it" in done.stderr
+
+
 def test_what_delivers_nothing_needs_no_variable_of_a_consumer(tmp_path: Path) -> None:
     hook = "[streams.s.consumers.hook.webhook]\nurl='${NOT_SET_ANYWHERE}'\n"
     (tmp_path / "millstream.toml").write_text(f"[streams.s]\nsource.dsn='host={tmp_path} port=1'\n{hook}")

@@ -259,7 +259,7 @@ def test_buffers_say_nothing_of_an_address_that_they_can_not_read() -> None:
 
 
 def test_an_object_store_is_never_given_keys_in_its_address() -> None:
-    from millstream.replication.object_store.objects import open_objects
+    from millstream.replication.object_store.store_client import open_objects
 
     for url in ("s3://KEY:PASSWORD@bucket/x", "s3!//KEY:PASSWORD@bucket", "s3://bucket/x?secret=PASSWORD"):
         with pytest.raises(UsageError) as refused:

@@ -76,6 +76,9 @@ STATES: dict[str, Change] = {
     "disk_full": lambda _, stream: stream["errors"].update(capture=error("disk_full")),
     "lake_failed": lambda _, stream: stream["errors"].update(pipeline=error("lake_failed")),
     "slot_dropped": lambda _, stream: stream["source"].update(slot_dropped=True),
+    "slot_left": lambda _, stream: stream["source"].update(
+        left=[{"slot": "millstream_old", "publication": "millstream_old", "source": "db:5432/shop"}]
+    ),
     "table_quarantined": quarantine,
     "key_changed": lambda _, stream: stream["tables"][0].update(refused=error("key_changed")),
     "pipeline_down": driver_dead,

@@ -71,7 +71,7 @@ class HalfSilent:
         return self._left
 
     def poll(self, _timeout_s: float) -> None:
-        """Do nothing: all that comes has come."""
+        """Do nothing: what comes has come."""
 
     def purge(self, **_: Any) -> None:
         """Do nothing: no message is sent later."""

@@ -587,6 +587,7 @@ def test_the_ledger_names_transactions_of_the_last_seconds_within_a_bound() -> N
         ({"location": "h:1", "client": ["a"]}, "kafka.client"),
         ({"location": "h:1", "client": {"no.such.property": "1"}}, "kafka.client"),
         ({"location": "h:1", "client": {"linger.ms": "soon"}}, "kafka.client"),
+        ({"location": "h:1", "client": {"default.topic.config": "acks"}}, "kafka.client"),
         ({"location": "h:1", "client": {"bootstrap.servers": "h:2"}}, "kafka.client.bootstrap.servers"),
         ({"location": "h:1", "client": {"plugin.library.paths": "/x.so"}}, "kafka.client.plugin.library.paths"),
         ({"location": "h:1", "client": {"linger.ms": {}}}, "kafka.client.linger.ms"),

@@ -18,7 +18,6 @@ from tests.seeds import Seeds
 from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, operation, ops, row, schema
 
 from millstream.catalog import Catalog
-from millstream.delivery import running_consumer
 from millstream.delivery.consumer_store import Letter, Stored
 from millstream.delivery.definition import Definition
 from millstream.delivery.running_consumer import Running
@@ -29,6 +28,7 @@ from millstream.model.positions import Seq
 from millstream.model.records import Op
 from millstream.protocol.delivery import Change, Consumer, State
 from millstream.protocol.delivery.latest import ENTRY_BYTES
+from millstream.protocol.delivery.messages import UNSETTLED_BYTES_MAX
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
@@ -165,8 +165,9 @@ def test_a_table_without_a_key_is_left_out_by_name(log: LogWriter, tmp_path: Pat
 class Killed:
     """A consumer that is killed and opened again: what was noted since `sync` may be lost."""
 
-    def __init__(self, folder: Path, **fields: Any) -> None:
+    def __init__(self, folder: Path, *, unsettled_bytes_max: int = UNSETTLED_BYTES_MAX, **fields: Any) -> None:
         self.folder = folder
+        self.unsettled_bytes_max = unsettled_bytes_max
         self.durable = Stored(Definition.parse({"name": "search"} | fields), "ab", State.begin(0))
         self.noted: list[tuple[list[Change], dict[str, Letter]]] = []
         self.open()
@@ -174,7 +175,16 @@ class Killed:
     def open(self) -> None:
         stored = Stored.from_json(json.loads(json.dumps(self.durable.to_json())))
         reader = StreamReader(str(self.folder / "wal"))
-        self.running = Running("shop", StreamId(UUID(int=1)), stored, reader, b"k" * 32, self._note, dict)
+        self.running = Running(
+            "shop",
+            StreamId(UUID(int=1)),
+            stored,
+            reader,
+            b"k" * 32,
+            self._note,
+            dict,
+            unsettled_bytes_max=self.unsettled_bytes_max,
+        )
         self.running.save()
         self.sync()
 
@@ -322,9 +332,8 @@ def test_a_row_that_moved_comes_before_its_partition_leaves(log: LogWriter, tmp_
 
 @pytest.mark.sampled
 def test_a_receiver_whose_memory_is_full_has_the_rows_of_the_partitions_that_are_left(
-    log: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: Seeds
+    log: LogWriter, tmp_path: Path, seeds: Seeds
 ) -> None:
-    monkeypatch.setattr(running_consumer, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
     chance = random.Random(seeds.kept_or_new(1))
     source: dict[int, int] = {}
     for number in range(1, 120):
@@ -340,7 +349,7 @@ def test_a_receiver_whose_memory_is_full_has_the_rows_of_the_partitions_that_are
             changes.append(left(len(changes), leaf))
             source = {key: known for key, known in source.items() if known != leaf}
         log.append(ops([operation(number, 0x1000 * number)], (LEAFY, 0, changes)))
-    consumer = Killed(tmp_path, **LATEST)
+    consumer = Killed(tmp_path, unsettled_bytes_max=SMALL * ENTRY_BYTES, **LATEST)
     received: dict[int, int] = {}
     while messages := consumer.take(5):
         for one in (message["record"] for message in messages):
@@ -354,15 +363,12 @@ def test_a_receiver_whose_memory_is_full_has_the_rows_of_the_partitions_that_are
 
 
 @pytest.mark.sampled
-def test_keys_that_memory_cannot_hold_come_once_with_their_newest_state(
-    log: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running_consumer, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
+def test_keys_that_memory_cannot_hold_come_once_with_their_newest_state(log: LogWriter, tmp_path: Path) -> None:
     keys, rounds = 50, 4
     for number in range(1, rounds * keys + 1):
         write(log, order(0, Op.UPDATE, number % keys, total=number), number=number)
     write(log, *(order(key, Op.UPDATE, key, total=1000 + key) for key in range(0, keys, 2)), number=number + 1)
-    consumer = Killed(tmp_path, **LATEST)
+    consumer = Killed(tmp_path, unsettled_bytes_max=SMALL * ENTRY_BYTES, **LATEST)
     received, most = [], 0
     while messages := consumer.take(7):
         received += [(one["record"]["row"]["id"], one["record"]["row"]["total"]) for one in messages]
@@ -450,13 +456,18 @@ def test_a_client_has_the_newest_rows_whatever_is_killed(
     fields: dict[str, Any],
     keys: int,
     seeds: Seeds,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     draw = random.Random(seeds.kept_or_new(1))
     workload, client = Workload(draw, log, keys), Table()
-    if keys > SMALL:
-        monkeypatch.setattr(running_consumer, "WAITING_BYTES_MAX", SMALL * ENTRY_BYTES)
-    consumer = Killed(tmp_path, tables=["public.orders"], max_deliver=0, ack_wait_ms=100, **fields)
+    unsettled_bytes_max = SMALL * ENTRY_BYTES if keys > SMALL else UNSETTLED_BYTES_MAX
+    consumer = Killed(
+        tmp_path,
+        unsettled_bytes_max=unsettled_bytes_max,
+        tables=["public.orders"],
+        max_deliver=0,
+        ack_wait_ms=100,
+        **fields,
+    )
     held: list[dict[str, Any]] = []
     emptied: set[str] = set()
 

@@ -17,8 +17,7 @@ import msgspec
 import pytest
 from tests.delivery.receivers import Receiver, Request, answer
 
-from millstream.delivery import push_retries
-from millstream.delivery.push_retries import Pusher
+from millstream.delivery.push_retries import Pusher, _Turns
 from millstream.delivery.sinks import (
     ACCEPTED,
     Outcome,
@@ -150,9 +149,9 @@ def pushing_to(
     *,
     max_deliver: int = 3,
     observe: Callable[[float], None] = lambda _seconds: None,
-    now_s: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> Iterator[Pusher]:
-    pusher = Pusher("test", source, sink, max_deliver=max_deliver, observe=observe, now_s=now_s).start()
+    pusher = Pusher("test", source, sink, max_deliver=max_deliver, observe=observe, **options).start()
     try:
         yield pusher
     finally:
@@ -294,7 +293,6 @@ def test_a_receiver_that_is_gone_pauses_the_consumer_and_costs_no_message() -> N
 @pytest.mark.parametrize("method", ["receive", "ack", "hold"])
 def test_a_bug_in_one_of_several_threads_ends_the_pusher(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others went on, and the owner saw one that runs: what the dead thread had in flight stayed so, with its groups."""
-    monkeypatch.setattr(push_retries, "_MARGIN_S", 0.03)
     bugs = [RuntimeError("a bug")]
 
     def fails_once(*args: Any, **named: Any) -> Any:
@@ -306,7 +304,9 @@ def test_a_bug_in_one_of_several_threads_ends_the_pusher(method: str, monkeypatc
     plain = getattr(source, method)
     monkeypatch.setattr(source, method, fails_once)
     judge = lambda messages: failed("not now") if messages[0].id == "m2" else ACCEPTED  # noqa: E731
-    with pushing_to(Sink(judge, concurrency=2, batch_size=1, retry_min_s=60), source, max_deliver=9) as pusher:
+    with pushing_to(
+        Sink(judge, concurrency=2, batch_size=1, retry_min_s=60), source, max_deliver=9, margin_s=0.03
+    ) as pusher:
         source.wait_until(lambda: not pusher.is_running)
         assert isinstance(pusher.failure, RuntimeError)
 
@@ -385,10 +385,9 @@ def test_a_group_that_a_rewind_took_back_waits_for_its_request_to_end(monkeypatc
     assert events == ["begin first", "end first", "begin again", "end again"]
 
 
-def test_messages_that_wait_are_kept_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_retries, "_MARGIN_S", 0.03)
+def test_messages_that_wait_are_kept_in_flight() -> None:
     source, sink = Source(messages_of(1)), Sink(lambda _: failed("not now"), retry_min_s=60)
-    with pushing_to(sink, source):
+    with pushing_to(sink, source, margin_s=0.03):
         source.wait_until(lambda: source.holds > 10)
     assert len(sink.sent) == 1
 
@@ -490,7 +489,6 @@ def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sen
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """A full disk ended the thread that pushes, and the consumer stood still until a restart."""
-    monkeypatch.setattr(push_retries, "_KEPT_AGAIN_S", 0.01)
     source, sink = Source(messages_of(30)), Sink(lambda _: ACCEPTED)
     is_full, tries = threading.Event(), threading.Semaphore(0)
     is_full.set()
@@ -517,7 +515,7 @@ def test_nothing_is_sent_while_the_consumer_s_state_can_t_be_kept_and_all_is_sen
         # The consumer has noted in memory what is settled.
         monkeypatch.setattr(source, "is_held", lambda messages: messages[0].id not in source.acked)
         monkeypatch.setattr(source, "hold", lambda messages, *_, **__: messages[0].id not in source.acked)
-    with pushing_to(sink, source) as pusher:
+    with pushing_to(sink, source, kept_again_s=0.01) as pusher:
         for _ in range(4):
             assert tries.acquire(timeout=30)
         assert (len(sink.sent), source.shown, pusher.is_running) == (1, ["the disk is full"], True)
@@ -594,7 +592,6 @@ def test_acknowledgements_are_durable_before_the_next_batch_if_the_sink_needs_it
 
 
 def test_messages_that_cannot_be_received_now_are_waited_for_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_retries, "_KEPT_AGAIN_S", 0.01)
     source, sink = Source(messages_of(30)), Sink(lambda _: ACCEPTED)
     receive, tries = source.receive, threading.Semaphore(0)
     is_full = threading.Event()
@@ -607,7 +604,7 @@ def test_messages_that_cannot_be_received_now_are_waited_for_with_the_error(monk
         return receive(count, wait_s=wait_s)
 
     monkeypatch.setattr(source, "receive", receive_later)
-    with pushing_to(sink, source) as pusher:
+    with pushing_to(sink, source, kept_again_s=0.01) as pusher:
         for _ in range(4):
             assert tries.acquire(timeout=30)
         assert (sink.sent, source.shown, pusher.is_running) == ([], ["the disk is full"], True)
@@ -618,7 +615,7 @@ def test_messages_that_cannot_be_received_now_are_waited_for_with_the_error(monk
 
 def test_turns_go_to_threads_in_the_order_in_which_they_asked() -> None:
     """Else a thread that receives nothing would keep another from sending what it has received ahead."""
-    turns, order = push_retries._Turns(), list[str]()
+    turns, order = _Turns(), list[str]()
 
     def take(name: str) -> None:
         turns.__enter__()

@@ -321,6 +321,21 @@ def test_another_package_delivers_as_the_guide_describes(
         ({"webhook": "https://example.com"}, "webhook"),
         ({"webhook": {"url": "https://example.com", "secret": SECRET}, "redis": {"location": "redis://h"}}, "redis"),
         ({"allow_private": True}, "allow_private"),
+        ({"redis": {"location": "unix:///run/redis.sock"}}, "redis.location"),
+        *(
+            ({"kafka": {"location": "h:1", "client": {name: value}}}, f"kafka.client.{name}")
+            for name, value in {
+                "sasl.oauthbearer.assertion.file": "/etc/hostname",
+                "sasl.oauthbearer.assertion.jwt.template.file": "/etc/hostname",
+                "sasl.oauthbearer.metadata.authentication.type": "azure_imds",
+                "sasl.oauthbearer.token.endpoint.url": "https://example.com",
+                "sasl.kerberos.principal": "app; true",
+                "ssl.ca.location": "/etc/ssl/certs/ca-certificates.crt",
+                "ssl.key.location": "/etc/hostname",
+                "ssl.providers": "/tmp/provider",
+                "ssl.engine.id": "pkcs11",
+            }.items()
+        ),
     ],
 )
 def test_what_a_request_may_not_set(deployment: Deployment, sink: dict[str, Any], field: str) -> None:

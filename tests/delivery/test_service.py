@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import threading
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import pyarrow as pa
@@ -17,7 +20,7 @@ from tests.delivery.test_store import FailingDisk
 
 from millstream.app.open_home import OpenHome
 from millstream.catalog import TableState
-from millstream.delivery import running_consumer
+from millstream.delivery import wait_clock
 from millstream.delivery.consumer_store import LOG_NAME
 from millstream.delivery.running_consumer import Running
 from millstream.delivery.service import StreamConsumers
@@ -30,7 +33,7 @@ from millstream.model.schema import Column, TableSchema
 from millstream.protocol.delivery import Message
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.wal.files import RealFile
-from millstream.writers.home_consumers import ConsumerHolders, HomeConsumers, surroundings
+from millstream.writers.home_consumers import ConsumerHolders, surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
 
@@ -75,6 +78,26 @@ def test_a_consumer_holds_the_log_from_its_cursor_on(home: Home, opened: OpenHom
     assert holders(home) == {"consumer:lake": 1}
     consumers.delete("lake")
     assert holders(home) == {}
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_clock_that_is_set_back_prolongs_no_wait(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that wasn't acknowledged came again only once the clock showed again what it had shown."""
+    with home.open_catalog() as catalog, contextlib.closing(StreamConsumers(surroundings(home, catalog, "web"))) as one:
+        one.call("create", None, {"name": "late", "start": "earliest", "ack_wait_ms": 100})
+        given = one.call("receive", "late", {}).body["messages"]
+        assert len(given) == 4
+        monkeypatch.setattr(wait_clock, "time", SetBack)
+        again = one.call("receive", "late", {"wait_for_ms": 30_000}).body["messages"]
+        assert [(each["id"], each["deliveries"]) for each in again] == [(each["id"], 2) for each in given]
+
+
+class SetBack:
+    """The clock after it was set back by three hours."""
+
+    @staticmethod
+    def time_ns() -> int:
+        return time.time_ns() - 3 * 3600 * 10**9
 
 
 def test_a_consumer_that_was_cut_off_says_so_until_it_is_rewound(home: Home, opened: OpenHome) -> None:
@@ -292,35 +315,44 @@ def test_a_rewind_that_cannot_hold_the_log_leaves_the_hold_as_it_was(
     assert holders(home) == {"consumer:slow": 1}
 
 
-def test_records_behind_a_message_in_flight_cost_bounded_memory(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_behind_a_message_in_flight_cost_bounded_memory(home: Home) -> None:
     """A table without a key is one group: with one message in flight, 100,000 records of any size were in memory."""
-    monkeypatch.setattr(running_consumer, "WAITING_BYTES_MAX", 30_000)
     rows = [{"n": n, "body": str(n) * 500} for n in range(600)]
     with OpenHome(home) as opened:
         for first in range(0, len(rows), 10):
             opened.append("web", "events", rows[first : first + 10])
         opened.append("web", "orders", {"id": 1})
-        opened.consumers("web").create("slow", start="earliest", max_deliver=1)
-        with opened.consume("web", "slow", batch_size=1, wait_s=10) as messages:
-            assert next(messages).record["row"] == rows[0]
-            with opened.consume("web", "slow", batch_size=1, wait_s=10) as others:
-                assert next(others).record["row"] == {"id": 1}
-            consumers = cast("HomeConsumers", opened._consumers)._owner()
-            assert consumers is not None
-            pending = consumers.of("web")._running["slow"].machine._pending
-            kept = [entry.message for entry in pending.entries.values() if entry.message.origin is not None]
-            assert len(pending.entries) == len(rows)
-            assert sum(message.size for message in kept) == pending.records_bytes < 600_000
+    with home.open_catalog() as catalog:
+        around = replace(surroundings(home, catalog, "web"), unsettled_bytes_max=30_000)
+        consumers = StreamConsumers(around)
+
+        def receive(count: int, wait_ms: int) -> list[dict[str, Any]]:
+            body = {"batch_size": count, "wait_for_ms": wait_ms}
+            return cast("list[dict[str, Any]]", consumers.call("receive", "slow", body).body["messages"])
+
+        def row_of(message: dict[str, Any]) -> dict[str, Any]:
+            return cast("dict[str, Any]", json.loads(message["record"])["row"])
+
+        consumers.call("create", None, {"name": "slow", "start": "earliest", "max_deliver": 1})
+        (event,), (other,) = receive(1, 10_000), receive(1, 10_000)
+        assert (row_of(event), row_of(other)) == (rows[0], {"id": 1})
+        pending = consumers._running["slow"].machine._pending
+        kept = [entry.message for entry in pending.entries.values() if entry.message.origin is not None]
+        assert len(pending.entries) == len(rows) + 1
+        assert sum(message.size for message in kept) == pending.records_bytes < 600_000
+        consumers.call("ack", "slow", {"ack_ids": [event["ack_id"], other["ack_id"]]})
         seen = []
-        with opened.consume("web", "slow", batch_size=50, wait_s=1) as messages:
+        while messages := receive(50, 1000):
             for message in messages:
-                seen.append(message.record["row"])
-                if message.record["row"]["n"] == 500:
-                    message.nack()
+                seen.append(row_of(message))
+                how = "nack" if seen[-1]["n"] == 500 else "ack"
+                consumers.call(how, "slow", {"ack_ids": [message["ack_id"]]})
         assert seen == rows[1:]
-    with OpenHome(home) as opened:
-        (letter,) = opened.consumers("web").dead("slow")["dead"]
-        assert letter["record"]["row"] == rows[500]
+        consumers.close()
+        again = StreamConsumers(around)
+        (letter,) = again.call("dead", "slow", {}).body["dead"]
+        assert row_of(letter) == rows[500]
+        again.close()
 
 
 def test_a_consumer_whose_records_cannot_be_read_holds_no_other(

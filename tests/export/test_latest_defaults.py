@@ -10,7 +10,7 @@ from tests.wal.test_records_json import operation, ops, pg, row, schema
 
 from millstream.catalog import Catalog
 from millstream.client.batch_stream import Pieces, latest_of, latest_piece
-from millstream.client.home_calls import Latest
+from millstream.client.call_results import Latest
 from millstream.export.record_reading import latest_stretches
 from millstream.model.ids import SchemaVersion, ShardId
 from millstream.model.records import Op

@@ -19,7 +19,7 @@ from tests.wal.test_records_json import ITEMS, operation, ops, row
 import millstream
 from millstream.app.open_home import home_appender
 from millstream.client.batch_stream import Pieces, latest_of, latest_piece
-from millstream.client.home_calls import Latest
+from millstream.client.call_results import Latest
 from millstream.export.log_export import export_arrow
 from millstream.export.log_import import import_log
 from millstream.export.record_reading import latest_stretches

@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.wal.plain_operations import MemoryReservations
 
-from millstream.errors import InvalidValue
-from millstream.ingest.append_requests import check_write_id, operations_of
+from millstream.errors import IngestError, InvalidValue
+from millstream.ingest.append_requests import TABLES_MAX, check_tables, check_write_id, operations_of
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Offset, SeqRange
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.model.writes import WriteId
+from millstream.testing.errors import coded
 from millstream.testing.files import MemoryFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogOptions, LogWriter
@@ -120,3 +121,9 @@ def test_no_two_requests_are_of_one_moment() -> None:
 def test_what_tells_no_write_apart_is_refused_by_name(wrong: WriteId) -> None:
     with pytest.raises(InvalidValue):
         check_write_id(wrong)
+
+
+def test_tables_are_counted_before_their_names_are_read() -> None:
+    with pytest.raises(IngestError, check=coded("rows_too_large")):
+        check_tables(['"no name', *(f"t{number}" for number in range(TABLES_MAX))])
+    assert len(check_tables([f"t{number}" for number in range(TABLES_MAX)])) == TABLES_MAX

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError
-from millstream.ingest.arrow_stream_decoding import rows_of_arrow, written_bytes
+from millstream.ingest.arrow_stream_decoding import rows_of_arrow, work_bytes, written_bytes
+from millstream.ingest.multi_table_append import tables_for
 from millstream.ingest.nested import is_countable, pieces, python_bytes, values_in
 from millstream.ingest.python_rows import table_of
+from millstream.model.operations import RejectedRow
 from millstream.testing.errors import code_of, coded
 
 ROWS = 10_000
@@ -231,3 +233,30 @@ def test_what_a_call_writes_as_text_is_bounded_over_its_columns() -> None:
     with pytest.raises(MillstreamError) as caught:
         table_of(table)
     assert code_of(caught.value) == "rows_too_large"
+
+
+def test_rows_of_several_tables_are_counted_before_all_of_them_are_there() -> None:
+    """Each table within its bound was decoded before they were added up: 130 kB took two gigabytes."""
+    table = pa.table({f"c{n}": pa.nulls(300_000).cast(pa.int64()).fill_null(0) for n in range(20)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+        out.write_table(table)
+    body = bytes(sink.getvalue())
+    assert len(body) < BODY_BYTES_MAX
+    made: list[str] = []
+
+    def make(rows: bytes, name: str) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+        made.append(name)
+        return rows_of_arrow(rows), ()
+
+    with pytest.raises(IngestError, check=coded("rows_too_large")):
+        tables_for({f"t{n}": body for n in range(10)}, keep_valid_rows=False, make=make)
+    assert len(made) == 2
+
+
+def test_the_work_of_a_body_is_known_before_it_is_decoded() -> None:
+    flat, nested = pa.array([0] * 1000), pa.StructArray.from_arrays([pa.nulls(ROWS)], names=["x"])
+    assert work_bytes(body_of(flat)) < 16 << 10
+    assert work_bytes(body_of(pa.nulls(ROWS).cast(pa.int64()))) >= 8 * ROWS
+    assert len(body_of(nested)) < 1 << 10
+    assert work_bytes(body_of(nested)) > 100 * ROWS

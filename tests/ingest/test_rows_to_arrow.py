@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import tracemalloc
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import IngestError, InvalidValue
+from millstream.ingest.json_rows import columns_of
 from millstream.ingest.log_types import log_type
 from millstream.ingest.python_rows import COLUMNS_MAX, ROWS_BYTES_MAX, table_of
 from millstream.model.names import NAME_BYTES_MAX
@@ -186,6 +188,16 @@ def test_what_is_too_large_says_so() -> None:
     assert table_of(pa.table({"a": half, "b": half})).num_rows == 1
     with pytest.raises(IngestError, check=coded("rows_too_large")):
         table_of(pa.table({"a": half, "b": half, "c": half}))
+
+
+def test_columns_are_counted_before_they_are_made() -> None:
+    rows = [{f"c{n}": 1 for n in range(100_000)}]
+    tracemalloc.start()
+    with pytest.raises(IngestError, check=coded("rows_too_large"), match="its columns are 100000"):
+        columns_of(rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 << 20
 
 
 def test_values_of_frames_are_those_of_dicts() -> None:

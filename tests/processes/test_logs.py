@@ -36,6 +36,11 @@ def test_a_warning_says_its_code(code: dict[str, str], said: str) -> None:
     assert Words(terminal=False)(None, "", event | code) == f"capture: {said} are kept (table a.b)"
 
 
+def test_the_hint_of_a_warning_stands_on_a_line_of_its_own() -> None:
+    event = {"event": "a slot is left", "part": "capture", "level": "warning", "hint": "Run `this`."}
+    assert Words(terminal=False)(None, "", event) == "capture: warning: a slot is left\n  hint: Run `this`."
+
+
 def test_lines_that_find_no_room_end_nobody() -> None:
     """A process whose log lines go to a full disk crashed at its first message about that."""
     talk = "import structlog; from millstream.processes.logs import configure_logs; configure_logs(part='x'); structlog.get_logger().warning('no room'); print('on')"

@@ -29,8 +29,8 @@ def _wrong(pending: type[Pending] = Pending, unread: type[Unread] = Unread) -> t
     """Return a consumer's type whose parts are of other types."""
 
     class Wrong(Consumer):
-        def __init__(self, limits: Limits, state: State, *, run: int) -> None:
-            super().__init__(limits, state, run=run)
+        def __init__(self, limits: Limits, state: State, *, run: int, now: int = 0) -> None:
+            super().__init__(limits, state, run=run, now=now)
             self._pending.__class__ = pending
             self._unread.__class__ = unread
 
@@ -79,7 +79,7 @@ class LonelyPending(Pending):
 class OnlyItselfReturns(World):
     """A nack doesn't return the later messages of its group."""
 
-    found_by = 5
+    found_by = 3
     consumer_type = _wrong(LonelyPending)
 
 
@@ -97,7 +97,7 @@ class HastyPending(Pending):
 class TwoAnswersInFlight(World):
     """A group in flight is delivered in another answer."""
 
-    found_by = 1
+    found_by = 2
     consumer_type = _wrong(HastyPending)
 
 
@@ -164,8 +164,8 @@ class OneRun(World):
     found_by = 1
 
     class consumer_type(Consumer):  # noqa: N801 - the attribute's name
-        def __init__(self, limits: Limits, state: State, *, run: int) -> None:
-            super().__init__(limits, state, run=run)
+        def __init__(self, limits: Limits, state: State, *, run: int, now: int = 0) -> None:
+            super().__init__(limits, state, run=run, now=now)
             self._run = 1
             self._true_run = run
 
@@ -173,6 +173,17 @@ class OneRun(World):
             state = super().snapshot()
             state.run = self._true_run
             return state
+
+
+class WaitsForTheOldClock(World):
+    """After a restart with a clock that was set back, messages wait until it shows again what it showed before."""
+
+    found_by = 6
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def __init__(self, limits: Limits, state: State, *, run: int, now: int = 0) -> None:
+            del now
+            super().__init__(limits, state, run=run)
 
 
 class AcksNotStored(World):
@@ -199,7 +210,7 @@ class DeathsNotStored(World):
 class ReturnsNotStored(World):
     """Failures aren't durable."""
 
-    found_by = 2
+    found_by = 1
     consumer_type = _without(kinds.Returned)
 
 
@@ -226,8 +237,8 @@ class LettersOfAnyGeneration(World):
     found_by = 13
 
     class consumer_type(Consumer):  # noqa: N801 - the attribute's name
-        def __init__(self, limits: Limits, state: State, *, run: int) -> None:
-            super().__init__(limits, state, run=run)
+        def __init__(self, limits: Limits, state: State, *, run: int, now: int = 0) -> None:
+            super().__init__(limits, state, run=run, now=now)
             self._letters.__class__ = OldLetters
 
 
@@ -245,7 +256,7 @@ class DeliversBeforeItHasRead(World):
 class DeathsHoldTheirGroup(World):
     """A dead message's group doesn't go on."""
 
-    found_by = 1
+    found_by = 3
 
     class consumer_type(Consumer):  # noqa: N801 - the attribute's name
         def _bury(self, entry: Entry, letter: Any) -> None:
@@ -282,7 +293,7 @@ def _with_runs(runs: type[Runs]) -> type[Consumer]:
 class GroupsInTwoRuns(World):
     """A message is offered as a part of a run though its group has an unsettled message elsewhere."""
 
-    found_by = 4
+    found_by = 2
 
     class runs(Runs):  # noqa: N801 - a mutation's part
         def offer(self, messages: list[Message], others: Any) -> bool:
@@ -315,7 +326,7 @@ class PartedWaiting(_Waiting):
 class GroupsArePartedByAnAnswer(World):
     """A run is parted though one of its groups has messages in both parts."""
 
-    found_by = 6
+    found_by = 37
 
     class runs(Runs):  # noqa: N801 - a mutation's part
         def deliver(self, *arguments: Any) -> Any:
@@ -329,7 +340,7 @@ class GroupsArePartedByAnAnswer(World):
 class AcksOfARunAreCounted(World):
     """An acknowledgement settles as many messages of its answer, whichever it names."""
 
-    found_by = 28
+    found_by = 40
 
     class runs(Runs):  # noqa: N801 - a mutation's part
         def settle(self, ids: Any) -> int:
@@ -357,7 +368,7 @@ class RunsForgetDeliveries(World):
 class RunsDoNotExpire(World):
     """Deliveries by the run have no end."""
 
-    found_by = 19
+    found_by = 24
 
     class consumer_type(Consumer):  # noqa: N801 - the attribute's name
         def _is_void(self, timer: Any) -> bool:
@@ -367,7 +378,7 @@ class RunsDoNotExpire(World):
 class NewerWaits(LatestWorld):
     """A newer message doesn't replace one that comes back."""
 
-    found_by = 2
+    found_by = 4
 
     class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
         def _come_back(self, entry: Entry) -> list[int]:
@@ -481,7 +492,7 @@ class PartitionTakesAll(LeavesWorld):
 class PartitionComesAgain(LeavesWorld):
     """An `x` that a kill revived is delivered after a later row of its partition was acknowledged."""
 
-    found_by = 193
+    found_by = 14
 
     class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
         def _void_truncates(self, message: Message) -> None:
@@ -491,7 +502,7 @@ class PartitionComesAgain(LeavesWorld):
 
 MUTATIONS: tuple[type[Mutation], ...] = (
     CursorAtTheEnd, OnlyItselfReturns, TwoAnswersInFlight, BarriersHoldNothing, NeighboursDie, CountedTwice, OlderAcksCount,
-    AcksOutliveARewind, OneRun, AcksNotStored, DeliveriesNotStored, DeathsNotStored, ReturnsNotStored, HolesForgotten,
+    AcksOutliveARewind, OneRun, WaitsForTheOldClock, AcksNotStored, DeliveriesNotStored, DeathsNotStored, ReturnsNotStored, HolesForgotten,
     LettersOfAnyGeneration, DeliversBeforeItHasRead, DeathsHoldTheirGroup, PromotionKeepsAcks, NewerWaits, TruncateKeepsRows, ReplacedNotSettled, ReplacedHoldsNothing, RetriedThoughOvertaken,
     OldAckCounts, DroppedHoldsNothing, DropsDelivered,
     NewestPartitionAlone, DroppedForAnotherPartition, PartitionTakesAll, PartitionComesAgain,

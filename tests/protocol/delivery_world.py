@@ -36,6 +36,8 @@ from millstream.protocol.delivery import (
 
 BARRIER_TABLE, TABLE, FREE_TABLE = 1, 2, 3
 STEPS = 120
+WAIT_MAX = 160
+"""Longest wait of a message in ms. The noted time may be a second old when the clock is set back."""
 
 
 class World:
@@ -185,7 +187,7 @@ class World:
             state.apply(decode(json.loads(change)))
         self.run = max(self.run, state.run) + 1
         self.answer = 0
-        consumer = self.consumer_type(self.limits, state, run=self.run)
+        consumer = self.consumer_type(self.limits, state, run=self.run, now=self.now)
         self.consumer = consumer
         self.keep()
         self.durable = len(self.log)
@@ -219,6 +221,8 @@ class World:
         del self.log[kept:]
         self.references = [item for item in self.references if item[0] <= kept]
         self.noted = {id_: at for id_, at in self.noted.items() if at <= kept}
+        if not self.exact and not self.pick(3):  # the reference doesn't know how much time passed unnoted
+            self.now = max(1, self.now - 2_000)
         self.consumer = self.started()
         if self.exact:
             while self.consumer._last < last and self.offer():
@@ -410,6 +414,9 @@ class World:
         free = sum(consumer._pending._is_free(entry, None) for entry in consumer._pending.entries.values())
         if free != consumer._pending.free:
             self.broken(f"{free} messages can be delivered, and {consumer._pending.free} are queued")
+        wake = consumer.next_wake()
+        if wake is not None and wake > self.now + WAIT_MAX + 1_000:
+            self.broken(f"it sleeps for {wake - self.now} ms")
         self.check_runs(consumer)
         self.check_stored()
         if not self.exact:

@@ -403,6 +403,24 @@ def test_a_restart_keeps_deliveries_in_flight_and_returns_expired_ones():
     assert new.ack(given) == [Status.ACKED, Status.SUPERSEDED, Status.SUPERSEDED]
 
 
+def test_a_clock_that_was_set_back_between_two_runs_prolongs_no_wait():
+    """Messages in flight stayed so for as long as the clock had been set back, and held their groups and the cursor."""
+    rows = [message(1, "a"), message(2, "b")]
+    one = consumer(*rows, limits=Limits(ack_wait_ms=30_000, max_ack_pending=1))
+    one.nack(ids(one.receive(9 * HOUR, 1)), 9 * HOUR, delay_ms=60_000)
+    assert seqs(one.receive(9 * HOUR, 1)) == [2]
+    state, now = applied(one, State.begin(0)), 2 * HOUR
+    for run in (2, 3):  # a run that begins with what the one before has noted, not with its snapshot
+        known = State.from_json(json.loads(json.dumps(state.to_json())))
+        new = Consumer(one.limits, known, run=run, now=now)
+        new.offer(rows, 2)
+        applied(new, state)
+        assert (new.in_flight, new.receive(now + 29_999, 10)) == (1, [])
+        assert seqs(new.receive(now + 30_000, 10)) == [2]
+        new.ack(ids(new.receive(now + 30_000, 10)))
+        assert new.next_wake() == now + 60_000
+
+
 def test_nothing_is_delivered_after_a_restart_until_what_is_in_flight_is_known():
     rows = [message(1, "b"), message(2, "b")]
     one = consumer(*rows)
@@ -418,7 +436,7 @@ def test_nothing_is_delivered_after_a_restart_until_what_is_in_flight_is_known()
 def test_what_was_in_flight_before_a_restart_is_read_however_many_messages_wait():
     """The first of many messages of a group was unacknowledged: after a restart no answer had a message."""
     rows = [*(message(seq, "a") for seq in range(1, 5)), message(5, "b")]
-    one = consumer(*rows, limits=Limits(ack_wait_ms=100, max_ack_pending=2, waiting_max=4))
+    one = consumer(*rows, limits=Limits(ack_wait_ms=100, max_ack_pending=2, unsettled_max=4))
     assert seqs(one.receive(0, 1)) == [1]
     assert seqs(one.receive(0, 1)) == [5]
     new = restarted(one, *rows[:4])

@@ -211,7 +211,7 @@ def test_a_key_that_changes_often_costs_the_same_each_time():
 def crowded(state: State | None = None) -> LatestConsumer:
     """Return a consumer with room for two keys, which has read the first three messages of a log of six."""
     state = State.begin(0) if state is None else State.from_json(json.loads(json.dumps(state.to_json())))
-    made = LatestConsumer(Limits(waiting_max=2), state, run=state.run + 1)
+    made = LatestConsumer(Limits(unsettled_max=2), state, run=state.run + 1)
     made.read_to(6)
     while made.wants(10):
         seq = made.read_upto + 1
@@ -363,7 +363,7 @@ def test_changes_are_joined_once_a_partition_leaves_again_though_other_barriers_
 
 
 def test_a_look_drops_messages_of_a_partition_that_leaves_and_those_with_newer_ones_of_their_partition():
-    one = LatestConsumer(Limits(waiting_max=4), State.begin(0), run=1)
+    one = LatestConsumer(Limits(unsettled_max=4), State.begin(0), run=1)
     one.read_to(9)
     one.offer(
         [message(1, "a", leaf=11), message(2, "b", leaf=12), message(3, "c", leaf=12), message(4, "d", leaf=13)], 4

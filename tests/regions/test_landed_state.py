@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 from deltalake import write_deltalake
-from tests.regions.test_merged_view import folded, landed, rounded, views_of
+from tests.regions.test_lake_folds import folded, landed, rounded, views_of
 from tests.regions.two_homes import CONFIG, both, follow
 
 import millstream

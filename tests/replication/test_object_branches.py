@@ -26,8 +26,8 @@ from millstream.nodes.restore import restore_stream
 from millstream.protocol.replication.leader_events import Heard, StoredUpto
 from millstream.protocol.replication.promises_and_fencing import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
 from millstream.replication.archiver import WalArchiver
-from millstream.replication.object_store.objects import Objects
 from millstream.replication.object_store.reader import StoreReader
+from millstream.replication.object_store.store_client import Objects
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME

@@ -21,7 +21,7 @@ from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Offset
 from millstream.model.replication import OBJECT_STORE, ByteEnd, Document, ReplicaPosition, Shipment
 from millstream.ports import FollowerLink
-from millstream.replication.object_store.objects import Objects
+from millstream.replication.object_store.store_client import Objects
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.errors import code_of, coded
 from millstream.testing.s3 import EmbeddedS3

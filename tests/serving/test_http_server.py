@@ -20,7 +20,7 @@ import uvloop
 from tests.app.homes import wait_for
 from tests.serving.servers import Authority
 
-from millstream.serving.connections import ConnectionBounds
+from millstream.serving.connection_bounds import ConnectionBounds
 from millstream.serving.http_server import HttpServer
 
 BOUNDS = ConnectionBounds(connections_max=100, request_s=30.0, idle_s=30.0, unread_bytes_max=1 << 20)
@@ -442,6 +442,8 @@ def status_of(heard: bytes) -> int:
         ("GET /x HTTP/1.0", "Host: a\r\nHost: b\r\n", 400),
         ("GET /x", "", 400),
         ("GET /x", "Host: a\r\n", 400),
+        ("GET /x#/open HTTP/1.1", "Host: a\r\n", 400),
+        ("GET /x?a=b# HTTP/1.1", "Host: a\r\n", 400),
         ("GET /x HTTP/0.9", "Host: a\r\n", 400),
         ("GET /x HTTP/2.0", "Host: a\r\n", 505),
         ("GET /x HTTP/1.1", "Connection: upgrade\r\nUpgrade: h2c\r\n", 400),
@@ -456,6 +458,27 @@ def test_a_request_of_another_version_or_without_one_host_is_refused(
     assert b"application/problem+json" in heard
     assert b"connection: close" in heard
     assert b"x-path" not in heard, "the application got neither request"
+
+
+def test_the_fields_of_a_head_are_bounded_in_number(served: Served) -> None:
+    """A head of 64 KiB of the shortest fields took more than a megabyte, of a caller without a token."""
+    for count, status in ((255, b"200"), (256, b"431"), (10_000, b"431")):
+        heard = served.answers(get("/fields", more="a:b\r\n" * (count - 1) + CLOSE))
+        assert heard.split(b" ")[1] == status, count
+
+
+def test_blanks_behind_a_value_are_no_part_of_it(served: Served) -> None:
+    seen: list[tuple[bytes, bytes]] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+        await served.application(scope, receive, send)
+
+    with serving() as other:
+        other.server.application = application
+        heard = other.answers(get("/x", method="POST", more="Content-Length: 1 \t\r\nX-A:\t a b \r\n" + CLOSE) + b"a")
+    assert heard.startswith(b"HTTP/1.1 200 ")
+    assert {(b"content-length", b"1"), (b"x-a", b"a b")} <= set(seen)
 
 
 def test_hosts_of_every_form_are_taken(served: Served) -> None:

@@ -24,7 +24,7 @@ from millstream.processes.child_process import Lifeline
 from millstream.processes.control_socket import measures_of
 from millstream.processes.listening import listen
 from millstream.processes.role_locks import holder, server_role
-from millstream.serving.connections import ConnectionBounds
+from millstream.serving.connection_bounds import ConnectionBounds
 from millstream.serving.http_server import HttpServer
 from millstream.serving.request_bodies import Held, Intake
 from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT

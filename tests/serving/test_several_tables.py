@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from decimal import Decimal
@@ -12,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow as pa
 import pytest
 from tests.app.homes import wait_for
 from tests.serving.serving_process import Served, served, web_home
 
 import millstream
 from millstream.errors import InvalidValue, MillstreamError
+from millstream.ingest.json_rows import tables_of_json
 
 PATH = "/v1/streams/web/tables"
 
@@ -31,6 +35,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     with served(home) as found:
         yield found
+
+
+def arrow(table: pa.Table) -> str:
+    """Return a table as a request has it next to others."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+        out.write_table(table)
+    return base64.b64encode(sink.getvalue()).decode()
 
 
 def moments(server: Served, table: str) -> list[Any]:
@@ -66,6 +78,11 @@ def test_a_request_is_one_operation_and_tells_of_each_table(server: Served) -> N
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
+        (
+            json.dumps({"tables": {f"bad{n}": arrow(pa.table({"n": pa.nulls(3000)})) for n in range(2)}}).encode(),
+            422,
+            "rows_too_large",
+        ),
         (b'{"tables": {"bad": [{"n": 1}], "bad": [{"n": 2}]}}', 422, "invalid_value"),
         (b'{"tables": {"bad": [{"n": 1}], "public.bad": [{"n": 2}]}}', 422, "invalid_value"),
         (b'{"tables": {"bad": [{"n": 1}], "BAD": []}}', 422, "invalid_value"),
@@ -206,3 +223,13 @@ def test_after_a_kill_each_request_is_there_whole_or_not_at_all(tmp_path: Path) 
     assert set(acknowledged) <= counts["k_a"].keys()
     assert counts["k_a"].keys() == counts["k_b"].keys() == counts["k_c"].keys()
     assert [set(of.values()) for of in counts.values()] == [{1}, {3}, {20}]
+
+
+def test_a_table_that_a_body_names_twice_is_found_soon() -> None:
+    """A body of 230 kB held the server's event loop for seconds, and a larger one a thread for hours."""
+    names = [*range(20_000), 19_999]
+    body = b'{"tables":{%s}}' % b",".join(b'"t%d":[]' % name for name in names)
+    began_s = time.process_time()
+    with pytest.raises(InvalidValue, match="names table t19999 twice"):
+        tables_of_json(body)
+    assert time.process_time() - began_s < 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import gzip
 import json
 import math
@@ -20,6 +22,9 @@ from tests.app.homes import wait_for
 from tests.ingest.test_arrow_stream_decoding import MANY, SHARED
 from tests.serving.serving_process import LINES, Served, served, web_home
 
+from millstream.home.home import Home
+from millstream.serving.access import Access
+from millstream.serving.application import Application
 from millstream.serving.request_bodies import Held, Intake, read_body
 
 ARROW = {"content-type": "application/vnd.apache.arrow.stream"}
@@ -366,3 +371,58 @@ def _inflated_s(before: bytes) -> float:
     began_s = time.process_time()
     assert asyncio.run(read()) == noise
     return time.process_time() - began_s
+
+
+@pytest.mark.parametrize("path", ["/v1/streams/web/tables/grown", "/v1/streams/web/tables"])
+def test_rows_count_with_the_memory_that_they_take_once_decoded(tmp_path: Path, path: str) -> None:
+    """Thirty requests of 3 kB took two gigabytes at a time, beyond any bound."""
+    zeros = pa.nulls(300_000).cast(pa.int64()).fill_null(0)
+    body = arrow(pa.table({f"c{n}": zeros for n in range(20)}), compression="zstd")
+    assert len(body) < 10_000
+    headers = ARROW
+    if path.endswith("tables"):
+        body, headers = json.dumps({"tables": {"grown": base64.b64encode(body).decode()}}).encode(), JSON
+    with served(web_home(tmp_path / "web", 'inflight_bytes_max = "32MiB"')) as server, server.client() as client:
+        answer = client.post(path, content=body, headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (422, "rows_too_large"), answer.text
+        assert answer.json()["details"]["what"] == "memory"
+        assert server.post("grown", [{"c0": 1}]).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/streams/web/tables/nested", "/v1/streams/web/tables"])
+def test_other_requests_are_answered_while_a_small_body_is_decoded_for_long(tmp_path: Path, path: str) -> None:
+    """A body of 300 bytes held up all requests for seconds."""
+    objects = pa.StructArray.from_arrays([pa.nulls(60_000)], names=["x"])
+    # The last column is refused, after the objects took half a second.
+    table = pa.table({"a": objects, "b": pa.nulls(60_000).cast(pa.duration("s"))})
+    body = arrow(table, compression="zstd")
+    assert len(body) < 1000
+    headers = ARROW
+    if path.endswith("tables"):
+        body, headers = json.dumps({"tables": {"nested": base64.b64encode(body).decode()}}).encode(), JSON
+
+    async def turns() -> int:
+        """Return how many turns other tasks have while the rows are appended."""
+        count = 0
+
+        async def count_turns() -> None:
+            nonlocal count
+            while True:
+                await asyncio.sleep(0.005)
+                count += 1
+
+        counting = asyncio.create_task(count_turns())
+        await posted()
+        counting.cancel()
+        return count
+
+    async def posted() -> None:
+        transport = httpx.ASGITransport(app=app.asgi())
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = await client.post(path, content=body, headers=headers, timeout=60)
+        assert answer.json()["code"] == "invalid_value", answer.text
+
+    home = Home(web_home(tmp_path / "web"))
+    home.prepare()
+    with contextlib.closing(Application(home, Access(None))) as app:
+        assert asyncio.run(turns()) > 10

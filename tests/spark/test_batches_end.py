@@ -13,7 +13,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.spark.batches import BatchLander, Landed
 from millstream.spark.executor_tasks import TableError
-from millstream.spark.lake_retries import patiently
+from millstream.spark.unreachable_lake import patiently
 
 
 class Lander(BatchLander):

@@ -12,7 +12,7 @@ from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_tabl
 from tests.wal.replica_pairs import Pair
 from tests.wal.truth import FOLDER
 
-from millstream.errors import AppendOutcomeUnknown, CorruptWal, MillstreamError, ReplicationError, WriterClosed
+from millstream.errors import AppendOutcomeUnknown, CorruptWal, ReplicationError, WriterClosed
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.testing.errors import coded
 from millstream.wal.writing.writer import LogWriter
@@ -85,11 +85,14 @@ def test_a_follower_takes_nothing_into_a_segment_that_no_name_leads_to() -> None
         pair.ship()
 
 
-def test_a_folder_that_was_removed_is_told(tmp_path: Path) -> None:
-    """Regression: the error was a bare FileNotFoundError, and HTTP reported it as a bug."""
+def test_a_folder_that_was_moved_is_told_and_taken_again_once_it_is_back(tmp_path: Path) -> None:
+    """Regression: the error was `io_failed` with the hint to check the path; before, a bare FileNotFoundError."""
     log = opened(tmp_path, MemoryReservations(), 1)
     append(log)
-    shutil.rmtree(tmp_path / "00000")
-    with pytest.raises(MillstreamError, check=coded("io_failed"), match="00000"):
+    (tmp_path / "00000").rename(tmp_path / ".moved")
+    with pytest.raises(CorruptWal, check=coded("log_missing"), match=f"{tmp_path} is missing") as refused:
         append(log)
+    assert "Put the folder back" in refused.value.hint
+    (tmp_path / ".moved").rename(tmp_path / "00000")
+    append(log)
     log.close()

@@ -465,7 +465,7 @@ def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(hom
     reader = StreamReader(str(Home(home).wal_folder("shop")))
     assert reader.persisted_upto() < given.first
     assert f"millstream --home {home} writers forget" in done(home, "status")
-    unknown = run(home, "writers", "forget", "fra", "--yes")
+    unknown = run(home, "writers", "forget", "fra")  # regression: it asked for confirmation before it looked
     assert unknown.returncode == 2
     assert "far" in unknown.stderr
     done(home, "writers", "forget", "far", "--yes")
@@ -474,7 +474,7 @@ def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(hom
     second.close()
     wait_for(lambda: states(home)["second"] == "stopped")
     for name, what in (("far", "been forgotten"), ("second", "stopped")):
-        again = run(home, "writers", "forget", name, "--yes")
+        again = run(home, "writers", "forget", name)
         assert f"writer {name} has {what}" in again.stderr
         assert "there is nothing to forget" in again.stderr
         assert f"hint: Run `millstream --home {home} writers`" in again.stderr

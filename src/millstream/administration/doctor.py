@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.administration.address_checks import examine_addresses
+from millstream.administration.consumer_checks import check_consumer_state, has_consumers
 from millstream.administration.initialize import holds_password
 from millstream.administration.lake_checks import (
     BEFORE_THE_FIRST_RUN,
@@ -29,13 +30,15 @@ from millstream.administration.lake_checks import (
     probe_lake_catalog,
 )
 from millstream.app.conditions import Kind, what_to_run
-from millstream.app.status import collect_status, live_progress, tables_of
+from millstream.app.status import collect_status, live_progress
 from millstream.app.status_words import undelivered, why_and_since
 from millstream.app.table_checks import refused_tables
+from millstream.app.table_status import tables_of
 from millstream.errors import LogError, MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
 from millstream.home.machine_code_folder import place_compiled_code
+from millstream.home.missing_logs import check_log
 from millstream.home.paths import HomePaths
 from millstream.home.rows_before_rules import until_words
 from millstream.leadership.node_roles import Roles
@@ -167,9 +170,8 @@ def _of_stream(home: Home, name: str, stream: StreamConfig) -> Iterator[Diagnosi
     yield from _one(f"log of {name}", partial(_log, home, name))
     yield from _one(f"writers of {name}", partial(_writers, home, name))
     yield from _given_up(home, name)
-    unset = home.loaded_config.unset_consumers(name)
-    if home.delivery_folder(name).exists() or stream.consumers or unset:
-        yield from _one(f"consumers of {name}", partial(_consumers, home, name))
+    if has_consumers(home, name, stream):
+        yield from _one(f"consumers of {name}", partial(check_consumer_state, home, name))
         yield from _sinks(home, name)
     if stream.region or stream.merge or home.regions_on_disk(name):
         yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
@@ -280,8 +282,8 @@ def _failed(check: str, error: Exception, blocks: str) -> Diagnosis:
 
 
 def _configuration(home: Home) -> str:
-    streams = home.config.streams
-    return f"{home.config_file}: {counted(len(streams), 'stream')}"
+    home.check_names_stream()
+    return f"{home.config_file}: {counted(len(home.config.streams), 'stream')}"
 
 
 def _folder(home: Home) -> str:
@@ -383,6 +385,7 @@ def _log(home: Home, name: str) -> str:
     from millstream.wal.reader import StreamReader
 
     folder = home.wal_folder(name)
+    check_log(home, name)
     try:
         if folder.is_dir():
             reader = StreamReader(str(folder))
@@ -398,15 +401,6 @@ def _writers(home: Home, name: str) -> str:
     if fact.role is not Role.LEADS:
         return f"none here: {fact.leader or 'another node'} leads"
     return examine_writers(home, name)
-
-
-def _consumers(home: Home, name: str) -> str:
-    from millstream.delivery.state_repair import stored_names
-    from millstream.writers.home_consumers import check_consumers, check_unmade
-
-    check_consumers(home, name)
-    check_unmade(home, name)
-    return f"the state of {counted(len(stored_names(home.delivery_folder(name))), 'consumer')} can be read"
 
 
 def _sinks(home: Home, name: str) -> Iterator[Diagnosis]:

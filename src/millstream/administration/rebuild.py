@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from millstream.app.log_readers import open_reader
-from millstream.app.status import quarantine_of
 from millstream.app.table_requests import copy_table
+from millstream.app.table_status import quarantine_of
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
 from millstream.errors import HomeBusy, MillstreamError, UnknownTable, UsageError, error_of

@@ -25,9 +25,9 @@ from millstream.app.open_home import (
     known_tables,
 )
 from millstream.client.appends import AppendRequest
+from millstream.client.call_results import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.consumers import Ask, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
-from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import session_of
 from millstream.delivery.running_consumer import Waiter
 from millstream.errors import WriterClosed

@@ -16,9 +16,9 @@ from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
 from millstream.aio.session import AsyncSession
 from millstream.client.appends import AppendRequest
 from millstream.client.batch_stream import Pieces, change_of, latest_of
+from millstream.client.call_results import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.consumers import Ask
 from millstream.client.following import REMOTE_POLL_S, AsyncFollowing, Step
-from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.http_requests import Call, changes_call, check_name, latest_call, records_call
 from millstream.client.http_retries import Exchange, HttpAnswer, Lost, Nap, whole_table
 from millstream.client.remote_home import (

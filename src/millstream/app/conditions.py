@@ -13,11 +13,13 @@ from typing import Any
 
 from millstream.app.alerts.observations import Observations
 from millstream.app.status_words import TRIED_AGAIN
+from millstream.capture.noted_slots import NotedSlot
 from millstream.config.alerts_model import AlertsConfig
 from millstream.config.quantities import size_bytes
 from millstream.model.durations import duration_s
 from millstream.model.human_text import counted
 from millstream.model.replication import follower_of_holder
+from millstream.writers.left_slots import left_hint, left_words
 
 
 class Kind(StrEnum):
@@ -26,6 +28,7 @@ class Kind(StrEnum):
     SLOT_LAG = "slot_lag"
     SLOT_INACTIVE = "slot_inactive"
     SLOT_DROPPED = "slot_dropped"
+    SLOT_LEFT = "slot_left"
     TABLE_QUARANTINED = "table_quarantined"
     TABLE_HELD = "table_held"
     KEY_CHANGED = "key_changed"
@@ -62,7 +65,7 @@ class Condition:
     message: str
     hint: str
     is_alert: bool = True
-    """Whether alerts are sent about it. None are about what an operator chose, or about what may still pass on its own."""
+    """Whether alerts are sent about it. False for what an operator chose, and for what may still pass on its own."""
 
     @property
     def key(self) -> str:
@@ -266,7 +269,9 @@ def _unsettled(consumer: Mapping[str, Any]) -> list[Any] | None:
 def _of_slot(stream: Mapping[str, Any], seen: Observations, bounds: Bounds, unread_s: float) -> Iterator[Condition]:
     name, source = stream["name"], stream["source"]
     slot = source["slot"]
-    if source["slot_dropped"]:
+    for noted in (NotedSlot(**left) for left in source["left"]):
+        yield Condition(Kind.SLOT_LEFT, name, noted.slot, left_words(noted), left_hint(name, noted))
+    if source["slot_dropped"] and source["configured"]:
         yield Condition(
             Kind.SLOT_DROPPED,
             name,

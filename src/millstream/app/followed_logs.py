@@ -41,7 +41,7 @@ def facts_of_log(reader: StreamReader) -> dict[str, Any]:
         "state": "stopped",
         "writer": None,
         "writers": [],
-        "source": {**dict.fromkeys(nothing), "slot_dropped": False},
+        "source": {**dict.fromkeys(nothing), "slot_dropped": False, "left": []},
         "buffer": None,
         "tokens": {"durable": str(reader.token()), "landed": None},
         "lag": {

@@ -59,6 +59,7 @@ def open_lake(
         PositionError (`beyond_retention`), PositionError (`time_from_future`), TokenFromFuture: the lake no longer has it, or the log
             doesn't have it yet.
         LakeBehind: the log has more records up to it than a query merges.
+        CorruptWal (`log_missing`): the log was moved or removed; not if `lake_only`.
     """
     from millstream.home.config_mapping import lake_layout
     from millstream.lake.query.query_session import LakeSession
@@ -68,7 +69,10 @@ def open_lake(
     try:
         reader = open_reader(home, name, definitions=True)
         stream_id, log = reader.stream_id, None if lake_only else HomeLogTail(reader)
-    except LogError:
+    except LogError as error:
+        # The lake alone may lack records that were acknowledged.
+        if error.code == "log_missing" and not lake_only:
+            raise
         # The log may be elsewhere, or gone; the catalog has the stream too.
         with home.open_catalog() as catalog:
             stream_id = catalog.stream(name).id
@@ -167,7 +171,7 @@ def _quarantined(home: Home, stream: StreamId) -> dict[str, str]:
 
     Tables whose fold alone fails aren't among them: their records land, and a query reads them.
     """
-    from millstream.app.status import quarantine_of, shown_tables, table_facts
+    from millstream.app.table_status import quarantine_of, shown_tables, table_facts
     from millstream.catalog import TableState
 
     if not home.has_catalog():

@@ -13,15 +13,15 @@ from millstream.model.region_ages import RegionAge, with_regions
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.client.home_calls import Latest
+    from millstream.client.call_results import Latest
     from millstream.home.home import Home
     from millstream.model.positions import Seq, StreamToken
     from millstream.regions.state_cache import MergedStates
     from millstream.wal.reader import StreamReader
 
 FOLDED_TIMES: Final = 4
-"""Memory to fold a range of `read_latest`, as a multiple of its records, and a table of several regions, of its rows.
-"""
+"""Memory that folding takes: for `read_latest` a multiple of the range's records, for a table of several regions of its
+rows."""
 
 
 class HomeMergedTables:

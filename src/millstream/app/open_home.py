@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, schemas_named, tables_named
 from millstream.app.merged_reads import latest_with_totals
 from millstream.client.appends import HomeAppends, KnownTables
+from millstream.client.call_results import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.consumers import Ask, Consumers, Consumption, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
-from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.write_session import Session, session_of
 from millstream.errors import WriterClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of

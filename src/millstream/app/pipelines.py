@@ -31,7 +31,7 @@ from millstream.writers.stall_reasons import forget_given_up, note_given_up
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.config.model import StreamConfig
-    from millstream.regions.merged_view import MergedViews
+    from millstream.regions.lake_folds import MergedViews
     from millstream.spark.pipeline import PipelineConfig, PipelineOutcome, PipelineProgress
 
 logger = structlog.get_logger("millstream.pipeline")
@@ -131,7 +131,7 @@ class StreamPipeline:
             yield None
             return
         # It runs in this process: it needs the regions' logs, and no Spark.
-        from millstream.regions.merged_view import MergedRules, MergedViews
+        from millstream.regions.lake_folds import MergedRules, MergedViews
 
         rules = MergedRules(config.fold_interval_s, config.disk_factor, config.maintenance, config.fold_sizes)
         merged = MergedViews(self._home, self.name, config.layout, rules, on_failure=lambda _: lifeline.stop.set())
@@ -231,10 +231,12 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
 
     Raises:
         HomeBusy: another process runs the home's pipelines.
+        ConfigError: it configures no stream.
         UsageError (`missing_extra`): pyspark isn't installed.
         MillstreamError: a pipeline couldn't go on (one's error, after the others have ended; if another process may do
             better for one of them, that one's).
     """
+    home.check_names_stream()
     home.prepare()
     try:
         from millstream.spark.session import open_context

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from millstream.app.alerts.alert_file import delivery_facts, found_conditions
@@ -17,34 +16,30 @@ from millstream.app.lag import backlog_counter, capture_lag, held_log, lake_lag
 from millstream.app.open_home import home_consumers
 from millstream.app.repeated_status import StatusCache
 from millstream.app.resources import resources_of
-from millstream.app.status_words import TRIED_AGAIN
 from millstream.app.table_checks import with_checks
+from millstream.app.table_status import lake_paths, tables_of
 from millstream.catalog.lake_state import lake_state
-from millstream.catalog.pipeline_tables import FoldFailures, LastFigures, QuarantineFacts, TableFigures
 from millstream.catalog.snapshot import CatalogSnapshot
 from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
+from millstream.home.missing_logs import check_log
 from millstream.home.paths import PIPELINE, HomePaths
-from millstream.model.ids import StreamId, TableId, default_name
-from millstream.model.names import qualified_name
+from millstream.model.ids import StreamId, default_name
 from millstream.model.positions import Lsn, Seq, StreamToken, format_lsn
-from millstream.model.schema import TableKind
 from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.processes.control_socket import ask, measures_of
 from millstream.processes.role_locks import Role, holder, server_roles, writer_role, writer_roles
-from millstream.writers.stall_reasons import Part, server_errors, trouble_of
+from millstream.writers.left_slots import left_slots
+from millstream.writers.stall_reasons import part_errors, server_errors
 from millstream.writers.writer_facts import writer_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from millstream.catalog import Catalog, TableRow
+    from millstream.catalog import Catalog
     from millstream.config.model import StreamConfig
     from millstream.wal.backlog import Backlog, Backlogs
     from millstream.wal.reader import StreamReader
-
-    Paths = Callable[[TableRow], dict[str, str]]
-    """Returns the path of each of a table's views in the lake, by the view's name."""
 
 
 def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, Any]:
@@ -75,7 +70,7 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
                 known = {row.name: row.id for row in catalog.streams()}
                 for name in sorted(names | set(known)):
                     live = (owner.get("streams", {}).get(name), pipeline.get("streams", {}).get(name))
-                    errors = _part_errors(home, catalog, name, live)
+                    errors = part_errors(home, catalog, name, live)
                     if name in known:
                         found = _stream(home, catalog, name, known[name], live, cache.backlogs, problems)
                         streams.append(found | {"errors": errors, "sinks": _sinks(found["id"], counted.values())})
@@ -89,7 +84,7 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
         streams += [_without_catalog(home, name, cache.readers, problems) for name in sorted(names - shown)]
     for one in streams:
         one["replication"] = its = nodes.get(one["name"])
-        one["consumers"] = _consumers(home, one["name"], problems)
+        one["consumers"] = _consumers(home, one, problems)
         one["regions"] = [nodes[log] for log in nodes if log.startswith(f"{one['name']}@")]
         if its is not None and its["role"] not in {None, "leads"}:
             one["state"] = its["role"]
@@ -115,8 +110,14 @@ def collect_status(home: Home, cache: StatusCache | None = None) -> dict[str, An
     return status
 
 
-def _consumers(home: Home, stream: str, problems: list[str]) -> list[dict[str, Any]]:
+def _consumers(home: Home, of_stream: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
     """Return a stream's consumers; as its leader had them a second ago if this node follows."""
+    from millstream.writers.home_consumers import find_missing_state
+
+    stream = of_stream["name"]
+    missing = find_missing_state(home, stream, of_stream.get("log", {}).get("held", ()))
+    if missing is not None:
+        problems.append(f"consumers of {stream}: {missing.message}")
     has_some = home.delivery_folder(stream).exists() or home.consumers_document(stream).exists()
     try:
         if not has_some or stream not in home.config.streams:
@@ -155,23 +156,8 @@ def _appending(home: HomePaths) -> dict[str, int | None]:
     return {" ".join(filter(None, ("append", facts.get("writer")))): facts.get("pid") for facts in named}
 
 
-def quarantine_of(catalog: Catalog, stream: StreamId) -> QuarantineFacts:
-    """Return the facts of the tables that the lake's pipeline has quarantined."""
-    return QuarantineFacts(catalog, stream, PIPELINE)
-
-
-def fold_failures_of(catalog: Catalog, stream: StreamId) -> FoldFailures:
-    """Return the errors of the tables that the lake's pipeline fails to fold."""
-    return FoldFailures(catalog, stream, PIPELINE)
-
-
 Live: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
 """Reports of the running capture and pipeline about a stream; None for one that doesn't run."""
-
-
-def _part_errors(home: Home, catalog: Catalog, name: str, live: Live) -> dict[str, Any]:
-    parts: tuple[tuple[Part, dict[str, Any] | None], ...] = tuple(zip(("capture", "pipeline"), live, strict=True))
-    return {part: error for part, facts in parts if (error := trouble_of(home, catalog, name, part, facts))}
 
 
 def _followed(home: Home, name: str, readers: dict[str, StreamReader], problems: list[str]) -> dict[str, Any]:
@@ -242,6 +228,7 @@ def _stream(
             "timeline": source.timeline if source else None,
             "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
             "configured": has_source,
+            "left": [asdict(noted) for noted in left_slots(home, catalog, stream)],
             "slot": _slot(home, name),
             "mode": captured.get("mode"),
             "received": _lsn_text(captured.get("received")),
@@ -271,7 +258,13 @@ def _stream(
         "ring": _ring(catalog, stream, problems),
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": with_checks(
-            tables_of(catalog, stream, captured, landing, lake_paths(home, catalog, name, stream)),
+            tables_of(
+                catalog,
+                stream,
+                captured,
+                landing,
+                lake_paths(home, _readable_config(home, name), catalog, name, stream),
+            ),
             home,
             catalog,
             name,
@@ -339,10 +332,11 @@ def _own_name(home: Home) -> str | None:
     return None
 
 
-def _durable(home: HomePaths, name: str, problems: list[str]) -> Seq | None:
+def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:
     from millstream.wal.reader import StreamReader
 
     try:
+        check_log(home, name)
         return StreamReader(str(home.wal_folder(name))).persisted_upto()
     except (LogError, OSError) as error:
         problems.append(f"log of {name}: {error}")
@@ -372,11 +366,12 @@ def _landed(home: Home, catalog: Catalog, name: str, stream: StreamId, problems:
     return catalog.landed(stream, PIPELINE)
 
 
-def _log(home: HomePaths, name: str, problems: list[str]) -> dict[str, Any]:
+def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
     from millstream.wal.backlog import log_size
     from millstream.wal.reader import StreamReader
 
     try:
+        check_log(home, name)
         segments, size = log_size(str(home.wal_folder(name)))
         first = int(StreamReader(str(home.wal_folder(name))).first_seq())
     except (LogError, OSError) as error:
@@ -456,141 +451,3 @@ def live_progress(home: Home, name: str) -> tuple[dict[str, Any], dict[str, Any]
     """Return a stream's progress from the running capture and pipeline; empty for those that don't run."""
     owner, pipeline = ((ask(home, role, "status") or {}).get("streams", {}).get(name) for role in ("owner", "pipeline"))
     return (owner or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
-
-
-def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[TableId]) -> list[TableRow]:
-    """Return the tables to show: those that the source has, and others that are quarantined in the lake.
-
-    A table that was dropped at the source holds the log until the lake has the rest of it: an operator
-    has to see it, and fix it.
-    """
-    from millstream.catalog import TableState
-
-    rows = catalog.tables(stream, gone=True)
-    return [row for row in rows if row.state is not TableState.GONE or row.id in held]
-
-
-def lake_paths(home: Home, catalog: Catalog, name: str, stream: StreamId) -> Paths:
-    """A function that returns a table's folders in the lake, by view: those that exist, and all in an object store.
-
-    None exist if the tables are in PostgreSQL or lie where a catalog says, or if the configuration can't be read or doesn't name the
-    stream.
-    """
-    from millstream.home.config_mapping import lake_layout
-    from millstream.lake.layout import folder_name, folders_in
-
-    config = _readable_config(home, name)
-    if config is None or config.lake.format == "postgres" or config.lake.lies_in_catalog:
-        return lambda _row: {}
-    root, views = lake_layout(home, name, config, stream).root, config.lake.shown
-
-    names = catalog.newest_names(stream)
-    # Listed: to ask for each table's folder takes several times as long.
-    folders = {view: None if "://" in root else folders_in(f"{root}/{view}") for view in views}
-
-    def paths(row: TableRow) -> dict[str, str]:
-        named = names.get(row.id)
-        folder = (
-            folder_name(named.namespace, named.name, named.folder_id) if named else folder_name(row.namespace, row.name)
-        )
-        return {view: f"{root}/{view}/{folder}" for view, there in folders.items() if there is None or folder in there}
-
-    return paths
-
-
-def tables_of(
-    catalog: Catalog,
-    stream: StreamId,
-    captured: dict[str, Any],
-    landing: dict[str, Any],
-    paths: Paths = lambda _row: {},
-) -> list[dict[str, Any]]:
-    """Return a stream's tables, with live figures: capture's progress and the pipeline's."""
-    held = quarantine_of(catalog, stream).all()
-    landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
-    changed = {table_id: facts.get("changed_us") for table_id, facts in landed.items()}
-    figures_us, figures = LastFigures(catalog, stream, PIPELINE).all()
-    if not landed:
-        changed = {int(table_id): last.changed_us for table_id, last in figures.items()}
-    # A fold that fails quarantines a table too.
-    aside = fold_failures_of(catalog, stream).all() | held
-    failed, trying = dict(landing.get("quarantined", {})), dict(landing.get("trying", {}))
-    paused = catalog.paused_copies(stream)
-    return [
-        table_facts(row, captured, landed.get(int(row.id)), aside.get(row.id), failed, trying, paused=row.id in paused)
-        | {
-            "last_change": _moment(changed.get(int(row.id))),
-            "paths": paths(row),
-            "last_figures": None if landed else _last(figures.get(row.id), figures_us),
-        }
-        for row in shown_tables(catalog, stream, held)
-        if row.kind is TableKind.TABLE
-    ]
-
-
-def table_facts(
-    row: TableRow,
-    captured: dict[str, Any],
-    landed: dict[str, Any] | None,
-    held: dict[str, Any] | None,
-    failed: dict[str, str],
-    trying: dict[str, str] | None = None,
-    *,
-    paused: bool = False,
-) -> dict[str, Any]:
-    """Return the facts of one table.
-
-    Its state is `quarantined` if capture or the lake has quarantined it, and the reason names which; `paused`
-    or `copy_held` if its copy is. A table that the lake retries keeps its state, with the reason. `captured`: whether its rows
-    come from a source; otherwise applications write them.
-    """
-    name = qualified_name(row.namespace, row.name)
-    state, reason = row.shown_state, row.reason
-    if paused and state in {"copy_requested", "copying"}:
-        state, reason = "paused", "its copy waits for `millstream tables resume`"
-    again = (trying or {}).get(name) or (trying or {}).get(f"{row.namespace}.{row.name}")
-    reason = f"{TRIED_AGAIN}{again}" if again else reason
-    lake_reason = (held or {}).get("reason") or failed.get(name) or failed.get(f"{row.namespace}.{row.name}")
-    if lake_reason:
-        state, reason = "quarantined", f"lake: {lake_reason}"
-    # Records of a table that is quarantined wait for an operator, and aren't counted in history.
-    lag = None if state == "quarantined" else landed
-    copies = captured.get("copies") or {}
-    return {
-        "name": name,
-        "id": int(row.id),
-        "state": state,
-        "reason": reason,
-        "hint": (held or {}).get("hint") or row.details.get("hint", ""),
-        "captured": row.is_captured,
-        "shard": int(row.shard),
-        "copy": copies.get(name),
-        "fold_lag_s": None if lag is None else lag["fold_lag_s"],
-        "fold_lag_records": None if lag is None else lag["fold_lag_records"],
-        "landed_rows": None if landed is None else landed["rows"],
-        "rows_per_s": None if landed is None else landed["rows_per_s"],
-        "live_bytes": None if landed is None else landed["live_bytes"],
-        "disk_bytes": None if landed is None else landed["disk_bytes"],
-        "disk_factor": None if landed is None else _disk_factor(landed),
-    }
-
-
-def _moment(us: int | None) -> str | None:
-    """Return a time in µs since 1970 as ISO text, in UTC."""
-    if us is None:
-        return None
-    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=us)).isoformat(timespec="milliseconds")
-
-
-def _last(figures: TableFigures | None, us: int) -> dict[str, Any] | None:
-    if figures is None:
-        return None
-    facts = asdict(figures)
-    del facts["changed_us"]  # `last_change` has it
-    return {"as_of": _moment(us), **facts}
-
-
-def _disk_factor(landed: dict[str, Any]) -> float | None:
-    """Return bytes on disk over live bytes, of `current`."""
-    live, disk = landed["live_bytes"], landed["disk_bytes"]
-    return round(disk / live, 2) if live else None

@@ -42,9 +42,11 @@ def undelivered(alerts: Mapping[str, Any]) -> str:
     return f"{alerts['receiver']} has taken no alert since {alerts['failing_since']}: {alerts['error']}"
 
 
-def how_it_stands(error: Mapping[str, Any]) -> str:
-    """Return how a part of a stream stands still with an error."""
-    return "has given up" if error["gave_up"] else "waits, and retries"
+def how_it_stands(part: str, error: Mapping[str, Any]) -> str:
+    """Return that a part of a stream stands still with an error; only the part's name if it is the log itself."""
+    if part == "log":
+        return part
+    return f"{part} has given up" if error["gave_up"] else f"{part} waits, and retries"
 
 
 def why_and_since(error: Mapping[str, Any]) -> str:

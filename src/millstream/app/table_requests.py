@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from millstream.app.status import fold_failures_of, quarantine_of, shown_tables
+from millstream.app.table_status import fold_failures_of, quarantine_of, shown_tables
 from millstream.catalog import COPY_HELD, TableState
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import UsageError

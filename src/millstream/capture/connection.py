@@ -16,7 +16,15 @@ from psycopg import pq
 from psycopg.conninfo import make_conninfo
 
 from millstream.errors import MillstreamError, SourceError
-from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, pinned_session, with_patience
+from millstream.libpq import (
+    ADDRESS_HINT,
+    CHANGED_LOGIN_HINT,
+    describe_parameters,
+    one_line,
+    parse_address,
+    pinned_session,
+    with_patience,
+)
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 
@@ -136,7 +144,7 @@ def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
             "source_authentication_failed",
             (
                 "Put the password into ~/.pgpass, or a variable such as ${SHOP_PASSWORD} into the DSN in millstream.toml; "
-                "check the user and pg_hba.conf too."
+                f"check the user and pg_hba.conf too. {CHANGED_LOGIN_HINT}"
             ),
         ),
         (

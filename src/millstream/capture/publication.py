@@ -328,6 +328,8 @@ def _rights(connection: Connection, tables: Iterable[SourceTable]) -> tuple[bool
     return bool(row[0]), set(row[1])
 
 
+_JUST_CREATED: Final = frozenset({"42710", "23505"})
+"""SQLSTATEs of a CREATE PUBLICATION that another stream or home was faster with, before and during its transaction."""
 _PUBLISH: Final = ("insert", "update", "delete", "truncate")
 
 
@@ -470,6 +472,16 @@ def _sync_one(
         try:
             _execute(connection, create(first), *(leaves_published(name) if by_leaves else ()))
         except SourceError as error:
+            if error.details.get("sqlstate") in _JUST_CREATED:
+                return _sync_one(
+                    connection,
+                    name,
+                    wanted,
+                    elsewhere,
+                    inserts_only=inserts_only,
+                    by_leaves=by_leaves,
+                    generated=generated,
+                )
             if error.code != "source_privilege_missing" and not _on_standby(error):
                 raise
             script = create(wanted).as_string(connection)

@@ -26,6 +26,7 @@ from millstream.capture.connection import Connection, connect_replication, pinne
 from millstream.capture.copying.copy_sink import CopiesAndRepairs
 from millstream.capture.copying.row_repair import Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
+from millstream.capture.noted_slots import note_slot
 from millstream.capture.publication import pgoutput_options
 from millstream.capture.restored_source import check_end, check_never_set_back, forget_set_back
 from millstream.capture.session_retries import SessionRetries
@@ -116,6 +117,8 @@ class _CaptureSession:
     copies: CopiesAndRepairs
     chunks: ChunkWire | None
     rules: RuleMessages | None
+    began_s: float
+    """When it began to stream, on the monotonic clock."""
 
 
 class _Capture:
@@ -143,6 +146,7 @@ class _Capture:
         self._records = 0
         self._connected = self._ever = False
         self._reads_chunks = False
+        self._retries = SessionRetries(config.give_up_s if until_caught_up else None)
         self._choice = ModeChoice(
             config.catch_up,
             start_bytes=config.catch_up_bytes,
@@ -162,10 +166,8 @@ class _Capture:
 
     def _run_sessions(self) -> CaptureOutcome:
         warm()
-        retries = SessionRetries(self._config.give_up_s if self._until_caught_up else None)
         while True:
             self._connected = self._reads_chunks = False
-            began = time.monotonic()
             try:
                 self._spill.clear()
                 outcome = self._run_session()
@@ -181,8 +183,8 @@ class _Capture:
                     continue
                 if self._reads_chunks and self._connected and error.code == "source_unreachable":
                     self._choice.broke()
-                connected_s = time.monotonic() - began if self._connected else None
-                wait_s = retries.wait_s(error, connected_s=connected_s, ever_connected=self._was_connected())
+                was_connected = self._ever or self._target is not None
+                wait_s = self._retries.wait_s(error, ever_connected=was_connected)
                 if wait_s is None or (self._stop.is_set() and not isinstance(error, DiskFull)):
                     raise
                 logger.warning(
@@ -200,9 +202,6 @@ class _Capture:
             return False
         refused = isinstance(error, SourceError | ProtocolViolation)
         return refused and error.code not in {"slot_active", "source_unreachable"}
-
-    def _was_connected(self) -> bool:
-        return self._connected or self._target is not None or self._records > 0 or self._ever
 
     def _run_session(self) -> CaptureOutcome | None:
         """Run a session; return how it ended. None: begin another at once."""
@@ -233,6 +232,7 @@ class _Capture:
                     code="no_tables_match",
                     hint="Correct `tables` in millstream.toml, or grant USAGE on the schema and SELECT on its tables.",
                 )
+            note_slot(self._catalog, self._stream, self._config)
             if slot is None:
                 reached = self._begin_slot(config.dsn, replication, identity, source)
             elif reached == 0 or self._is_slot_dropped():
@@ -250,11 +250,11 @@ class _Capture:
                 now=time.monotonic(),
                 possible=not identity.on_standby and not waits_for_standbys(control, slot),
             )
-            chunks = None
-            if mode is Mode.CATCHING_UP:
-                chunks = self._open_chunks(
-                    config.dsn, identity, reached, reached if slot is None else slot.confirmed, tables
-                )
+            chunks = (
+                self._open_chunks(config.dsn, identity, reached, reached if slot is None else slot.confirmed, tables)
+                if mode is Mode.CATCHING_UP
+                else None
+            )
             wire: Wire = chunks or self._start_streaming(replication, reached, tables)
             stack.callback(wire.close)  # in case no receiver comes to own it
             timeout_ms = sender_timeout_ms(control)
@@ -300,7 +300,7 @@ class _Capture:
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
             rules = rule_messages(self._rules, directory, config, identity, copies.set_aside, stack)
-            session = _CaptureSession(applier, receiver, watcher, tables, copies, chunks, rules)
+            session = _CaptureSession(applier, receiver, watcher, tables, copies, chunks, rules, time.monotonic())
             return self._stream_until_done(session, control)
 
     @publications_known()
@@ -350,7 +350,7 @@ class _Capture:
 
     def _end(self, session: _CaptureSession, *, failed: bool) -> None:
         """End the session's threads once what was captured is durable; report that to the source unless it failed."""
-        final = None
+        final, lasted_s = None, time.monotonic() - session.began_s
         try:
             session.copies.stop()
             session.watcher.stop()
@@ -359,6 +359,8 @@ class _Capture:
                 session.applier.slot.store_now()
                 final = session.applier.slot.confirmed
         finally:
+            applier = session.applier
+            self._retries.note_session(lasted_s=lasted_s, records=applier.records, durable=applier.slot.durable)
             session.receiver.stop(final=final)
 
     def _drain(self, applier: Applier) -> None:

@@ -24,12 +24,12 @@ from millstream.capture.connection import (
     next_result,
     translate_result,
     translated,
+    wait_for,
 )
 from millstream.capture.source_tables import on_standby
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
 
-_POLL_S: Final = 1.0
 _COPIED_HOME_HINT: Final = (
     "Another process reads the slot. If this home is a copy of one that runs, give its stream a `slot` of its own in millstream.toml, "
     "then run `millstream slot drop` and `millstream run`, which copies every table again."
@@ -196,7 +196,7 @@ def ask_for_slot(
                 if not pgconn.is_busy():
                     break
                 meanwhile(time.monotonic() - began)
-                select.select([pgconn.socket], [], [], _POLL_S)
+                wait_for(pgconn, select.POLLIN)
         except BaseException:
             with contextlib.suppress(psycopg.Error):
                 pgconn.get_cancel().cancel()

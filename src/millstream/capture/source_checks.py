@@ -14,6 +14,7 @@ from psycopg import sql
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import Connection, all_rows, connect, first_row
+from millstream.capture.noted_slots import forget_slot
 from millstream.capture.publication import find_lacks, list_published
 from millstream.capture.server_checks import Finding, check_replication, check_server
 from millstream.capture.slot import SlotState, check_slot, drop_slot_of, read_slot
@@ -149,6 +150,7 @@ def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | No
         stream = catalog.stream(config.stream).id
         if catalog.current_source(stream) is not None:
             catalog.put_fact(f"capture/{stream}", "slot_dropped", value=True)
+        forget_slot(catalog, stream, config.slot)
     return held
 
 

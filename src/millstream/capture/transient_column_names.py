@@ -213,6 +213,11 @@ class ShownColumns:
             self._shown, self._forgotten = {}, set()
             return {table: tuple(forms.values()) for table, forms in self._looked_at.items()}
 
+    def has_forgotten(self, table: TableId) -> bool:
+        """Return whether `forget` was called for a table since the look began: the forms that it took no longer count."""
+        with self._lock:
+            return table in self._forgotten
+
     def end_look(
         self,
         left: Mapping[TableId, Sequence[Shown]],

@@ -195,7 +195,8 @@ class WatchedTables:
                 continue
             restriction = sent.get((table.namespace, table.name)) or Restriction()
             now = shape_of(table, restriction, self.seen_at)
-            forms = shown.get(row.id, ())
+            # A copy that has ended since the look began has voided the records that it took forms of.
+            forms = () if self._directory.shown.has_forgotten(row.id) else shown.get(row.id, ())
             numbers[row.id] = self._layouts.numbers(row.id, now, forms) if forms else {}
             member = members.get(table.oid, set())
             left[row.id], expected[row.id] = self._settle_layout(

@@ -28,6 +28,11 @@ from millstream.model.positions import Lsn
 from millstream.workers import Worker
 
 _HEARTBEAT: Final = f"SELECT pg_logical_emit_message(false, '{HEARTBEAT_PREFIX}', '')"
+_MISSING_WAL: Final = {
+    "unreserved": "the source is about to drop WAL that the slot needs",
+    "lost": "the source has dropped WAL that the slot needs",
+}
+"""Warnings by the slot's `wal_status`."""
 _STATES_EVERY_S: Final = 1.0
 _HEARTBEAT_BYTES: Final = 64 << 10
 """Growth of an idle source's WAL below which no heartbeat is sent: a heartbeat is WAL too."""
@@ -137,8 +142,8 @@ class Watcher:
         slot = read_slot(connection, self._config.slot)
         self.slot_holds_bytes = None if slot is None else slot.held_bytes
         status = "" if slot is None else slot.wal_status
-        if status != self._wal_status and status in {"unreserved", "lost"}:
-            logger.warning("the source is about to drop WAL that the slot needs", slot=self._config.slot, status=status)
+        if status != self._wal_status and status in _MISSING_WAL:
+            logger.warning(_MISSING_WAL[status], slot=self._config.slot, status=status)
         self._wal_status = status
         row = first_row(
             connection, "SELECT spill_bytes FROM pg_stat_replication_slots WHERE slot_name = %s", [self._config.slot]

@@ -23,7 +23,16 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.errors import CatalogError, DiskFull, MillstreamError
-from millstream.libpq import ADDRESS_HINT, BEGIN, describe_parameters, fetch_row, one_line, parse_address, with_patience
+from millstream.libpq import (
+    ADDRESS_HINT,
+    BEGIN,
+    CHANGED_LOGIN_HINT,
+    describe_parameters,
+    fetch_row,
+    one_line,
+    parse_address,
+    with_patience,
+)
 from millstream.model.names import CATALOG_SCHEMA as SCHEMA
 
 VERSION_MIN: Final = 140000
@@ -264,7 +273,8 @@ def _ms(seconds: float) -> int:
 
 _OWN_WORDS: Final = "The message is PostgreSQL's own."
 _LOGIN: Final = (
-    "Check user and password in [catalog] url (or the environment, or ~/.pgpass), and pg_hba.conf on the server."
+    "Check user and password in [catalog] url (or the environment, or ~/.pgpass), and pg_hba.conf on the server. "
+    + CHANGED_LOGIN_HINT
 )
 _DATABASE: Final = "Create the database, or correct its name in [catalog] url."
 _STANDBY: Final = "It is a standby, or read-only for now: name the primary in [catalog] url, or all hosts with target_session_attrs=read-write."

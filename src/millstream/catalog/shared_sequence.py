@@ -1,7 +1,7 @@
 """The numbers of a stream that several writers share, kept in PostgreSQL: `ports.SequenceStore`.
 
 Each step is the one of `protocol.sequencer.Ledger`, taken on locked rows: a transaction loads the writers, lets the
-pure machine decide, and writes back the one row that changed. Only a draw is all SQL (`draw_numbers`, created by a
+pure machine decide, and writes back what changed. Only a draw is all SQL (`draw_numbers`, created by a
 migration), because it comes once a commit group. The newest number is the sequence's: it moves
 by `setval` alone, a range at a time, so that every reader sees the end of a range. A draw waits for no flush: numbers
 are reserved a million at a time, and after a crash of the server they go on above what was reserved (`newest_number`).

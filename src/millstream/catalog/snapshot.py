@@ -23,7 +23,15 @@ from millstream.model.ids import Epoch, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.protocol.sequencer import Ledger
 
-_SCOPES: Final = ("capture/{}", "capture/{}/raw_values", "copy pauses/{}", "pipeline/{}", "retention/{}", "routing/{}")
+_SCOPES: Final = (
+    "capture/{}",
+    "capture/{}/raw_values",
+    "capture/{}/slots",
+    "copy pauses/{}",
+    "pipeline/{}",
+    "retention/{}",
+    "routing/{}",
+)
 """Scopes of the facts of a stream, by its id, that are read at once."""
 _SCOPES_OF_PIPELINE: Final = ("figures/{}/", "fold_failed/{}/", "lake/{}/")
 """The same for a pipeline of the stream."""

@@ -48,6 +48,8 @@ class SqliteBackend:
         self._paths: Final = tuple(Path(f"{path}{suffix}") for suffix in ("", "-wal", "-shm"))
         self._files: tuple[_Identity, ...] = ()
         """The files that they use; SQLite removes none of them before the last connection is closed."""
+        self._folder: _Identity = None
+        """The folder that these files were in."""
         try:
             make_folder(path.parent)
         except OSError as error:
@@ -97,7 +99,7 @@ class SqliteBackend:
         connection.exec_driver_sql("SELECT 1 FROM sqlite_master LIMIT 1")
         with self._lock:
             if not self._using:
-                self._files = self._look()
+                self._files, self._folder = self._look(), _identity(self._path.parent)
             self._using.add(raw)
         self.check_files()
         return None
@@ -110,6 +112,14 @@ class SqliteBackend:
             known, found = self._files, self._look()
         for file, before, now in zip(self._paths, known, found, strict=True):
             if before != now:
+                moved_to = self._moved_to()
+                if moved_to is not None:
+                    raise CatalogError(
+                        f"{self._path.parent} was moved{moved_to} while this process had the catalog in it open",
+                        code="catalog_replaced",
+                        hint="Stop every process of this home, and start them with `--home` at the folder's new place.",
+                        file=str(file),
+                    )
                 raise CatalogError(
                     f"{file} was {'removed' if now is None else 'replaced by another file'} while this process had it open: "
                     "other processes don't see what this one commits to the catalog, and it would be lost",
@@ -119,6 +129,19 @@ class SqliteBackend:
 
     def _look(self) -> tuple[_Identity, ...]:
         return tuple(_identity(file) for file in self._paths)
+
+    def _moved_to(self) -> str | None:
+        """Return the words for the place to which the folder was moved, empty if it isn't known; None if it wasn't moved."""
+        if _identity(self._path.parent) == self._folder:
+            return None
+        for descriptor in _descriptors():
+            with contextlib.suppress(OSError):
+                facts = os.fstat(int(descriptor.name))
+                if (facts.st_dev, facts.st_ino) == self._files[0] and facts.st_nlink:  # 0: it was deleted
+                    with contextlib.suppress(OSError):  # only Linux has links there
+                        return f" to {descriptor.readlink().parent}"
+                    return ""
+        return None
 
     def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
         """Return False: the process that commits is this one, and a failed COMMIT leaves nothing."""
@@ -189,6 +212,13 @@ class SqliteBackend:
         noted = text("UPDATE sqlite_sequence SET seq = max(seq, :floor) WHERE name = :name")
         if floor and not connection.execute(noted, given).rowcount:
             connection.execute(text("INSERT INTO sqlite_sequence (name, seq) VALUES (:name, :floor)"), given)
+
+
+def _descriptors() -> list[Path]:
+    """Return this process's open descriptors, as the system lists them; none if it doesn't."""
+    with contextlib.suppress(OSError):
+        return list(Path("/dev/fd").iterdir())
+    return []
 
 
 def _identity(file: Path) -> _Identity:

@@ -65,7 +65,7 @@ _EXTRAS: Final = {
         "pydantic", "pydantic_settings", "rich", "sqlalchemy", "structlog", "uvloop",
     ),
 }  # fmt: skip
-"""The extra that provides each module."""
+"""Modules that an extra provides. The other extras are named where their modules are imported."""
 
 
 class LazyGroup(SuggestingGroup):

@@ -139,7 +139,7 @@ def _print_errors(stream: dict[str, Any]) -> None:
 
 def _print_part_errors(stream: dict[str, Any]) -> None:
     for part, error in stream["errors"].items():
-        say(f"  {part} {how_it_stands(error)}: {error['code']}: {why_and_since(error)}", fg="red")
+        say(f"  {how_it_stands(part, error)}: {error['code']}: {why_and_since(error)}", fg="red")
         if error.get("hint"):
             say(f"    {error['hint']}")
 

@@ -70,9 +70,11 @@ def forget(invocation: Invocation, name: str, stream: str | None, yes: bool) -> 
     last commit group may be given up, although readers of that log may have read it. If that log
     returns and the writer starts there, those records are set aside in .torn files.
     """
-    from millstream.writers.writer_facts import forget_writer
+    from millstream.writers.writer_facts import check_undecided, forget_writer
 
+    home = invocation.home(needs_source=False)
+    check_undecided(home, stream, name)
     confirm(f"Give up the undecided records of writer {name}? Its log must no longer be needed", yes=yes)
-    upto, recovered = forget_writer(invocation.home(needs_source=False), stream, name)
+    upto, recovered = forget_writer(home, stream, name)
     what = f"recovered the records of {name}, because its log is here" if recovered else f"forgot {name}"
     note(f"{what}: linear readers may read up to {upto:,}")

@@ -1,7 +1,7 @@
 """The requests that a client makes of a server, as values.
 
 Every append has an identity (`Idempotency-Key` if the caller gave none), so that one whose answer was lost isn't
-appended twice.
+appended twice. A stream with several writers takes none.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Call:
     in_pieces: bool = False
     """Whether a successful answer is read piece by piece: it is returned open."""
     own_key: bool = False
-    """Whether this client made the idempotency key: if the server knows no keys, the call goes without."""
+    """Whether this client made the idempotency key: if the stream has several writers, the call goes without."""
     more_patience_s: float = 0.0
     """Additional seconds until its answer must begin."""
 

@@ -1,7 +1,7 @@
 """When a client resends a request, and the result or the error that an answer means, without I/O.
 
-Generators yield calls and waits. `client` and `millstream.aio` carry them out, one with blocking threads, the other
-on an event loop. Queries are resent, and so are appends, each with an identity.
+Generators yield calls and waits. `remote_home` carries them out on the caller's thread, `millstream.aio` on an event
+loop. All calls are resent; an append without an identity isn't once its outcome is in doubt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
+from millstream.client.call_results import SERVER_DEADLINE_S_MAX
 from millstream.client.http_requests import Call
 from millstream.errors import (
     AppendOutcomeUnknown,

@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from millstream.client.appends import AppendRequest, HomeAppends, check_deadline
 from millstream.client.batch_stream import Pieces, change_of, latest_of
+from millstream.client.call_results import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.consumers import Ask, Consumers, Consumption, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, Following, Step
-from millstream.client.home_calls import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.http_requests import (
     Call,
     append_call,

@@ -55,7 +55,8 @@ class KafkaSection(Section):
         default={},
         repr=False,
         description='Properties of the clients, with the names that librdkafka uses: `"security.protocol"`, '
-        '`"sasl.password"` …',
+        '`"sasl.password"` … Those that name files, libraries or further servers, such as `"ssl.ca.location"`, are possible only here; '
+        'a request has `"ssl.ca.pem"`.',
     )
     transactions: bool = Field(
         default=True,
@@ -160,7 +161,8 @@ class ConsumerConfig(Section):
         default=10,
         ge=0,
         le=1000,
-        description="Failed deliveries after which a message is dead. 0: never.",
+        description="Failed deliveries after which a message is dead. 0: never. Pushed messages that failed together so often are"
+        " each sent alone once more.",
     )
     max_ack_pending: int = Field(default=1000, ge=1, le=100_000, description="Number of messages in flight, at most.")
     backfill: bool = Field(

@@ -20,7 +20,7 @@ PAGES: Final = {
     "/nodes": "Nodes",
     "/charts": "Charts",
 }
-"""Titles of the pages in the navigation, by path."""
+"""Titles of the pages in the navigation, by path. `routes.Console` serves each."""
 
 
 FRESH_S: Final = 3.0

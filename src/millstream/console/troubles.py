@@ -1,4 +1,4 @@
-"""Everything that is wrong in a status, each with the command that helps: its conditions, and its errors by their codes.
+"""Everything that is wrong in a status, each with the command that helps: conditions that last, and present errors.
 
 `app.conditions` decides which conditions hold, and the command for each.
 """
@@ -48,7 +48,7 @@ def troubles_of(status: Status) -> list[Trouble]:
 def _of_stream(stream: Mapping[str, Any]) -> Iterator[Trouble]:
     name = stream["name"]
     for part, error in stream.get("errors", {}).items():
-        message = f"{part} {how_it_stands(error)}: {why_and_since(error)}"
+        message = f"{how_it_stands(part, error)}: {why_and_since(error)}"
         yield Trouble(error["code"], message, _with_command(error.get("hint") or ""), name)
     for its in filter(None, [stream.get("replication"), *stream.get("regions", ())]):
         for error in node_errors(its):

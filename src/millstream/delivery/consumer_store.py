@@ -207,11 +207,12 @@ class Store:
 
         Raises:
             MillstreamError (`disk_full`, `io_failed` …): the disk fails, or did so since the last `compact`, which mends it.
+            DeliveryError (`consumer_state_missing`): as `check`.
         """
-        self.check()
+        if self._failure is not None or self._is_dirty:
+            self.check()
         if self._is_dirty:
             try:
-                check_is_at(self._file, str(self._folder / LOG_NAME))
                 self._file.sync()
             except OSError as error:
                 self._failure = error
@@ -221,10 +222,27 @@ class Store:
                 self._file.pwrite(mark(self._size), MARK_AT)
 
     def check(self) -> None:
-        """Raise the error of a write or an fsync that failed since the last `compact`: nothing can be noted until the next one."""
-        if (failure := self._failure) is not None:
+        """Raise if nothing can be noted.
+
+        Raises:
+            DeliveryError (`consumer_state_missing`): the log was moved, removed or replaced.
+            MillstreamError (`disk_full`, `io_failed` …): a write or an fsync has failed since the last `compact`.
+        """
+        self._check_place()
+        if isinstance(failure := self._failure, FileNotFoundError):
+            raise missing_state(str(self._folder / LOG_NAME)) from failure
+        if failure is not None:
             reason = f"an earlier write failed: {failure.strerror or failure}"
             raise as_told(OSError(failure.errno or errno.EIO, reason, str(self._folder / LOG_NAME))) from failure
+
+    def _check_place(self) -> None:
+        path = str(self._folder / LOG_NAME)
+        try:
+            check_is_at(self._file, path)
+        except FileNotFoundError as error:
+            raise missing_state(path) from error
+        except OSError as error:
+            raise as_told(error) from error
 
     @property
     def wants_compaction(self) -> bool:
@@ -235,8 +253,8 @@ class Store:
         """Replace the log by the present state of all consumers, durably."""
         path = self._folder / LOG_NAME
         data = _log_of(consumers)
+        self._check_place()  # else a promotion has replaced the state
         try:
-            check_is_at(self._file, str(path))  # else a promotion has replaced the state
             replace_file(path, data)
             file = RealFiles().open_write(str(path))
         except OSError as error:
@@ -256,7 +274,11 @@ class Store:
     def _append(self, entry: Entry) -> None:
         if self._is_closed:
             raise WriterClosed("this process has given the consumers up")
-        self.check()
+        try:
+            self.check()
+        except DeliveryError:
+            self._failure = self._failure or FileNotFoundError(errno.ENOENT, "the file was missing")
+            raise
         data = frame(entry)
         try:
             self._file.pwrite(data, self._size)
@@ -353,6 +375,15 @@ def _ended_facts(ended: Sequence[Ended]) -> list[list[Any]]:
 
 def _log_of(consumers: Iterable[Stored]) -> bytes:
     return log_of(["create", stored.definition.name, stored.to_json()] for stored in consumers)
+
+
+def missing_state(file: str) -> DeliveryError:
+    """Return the error for a log of consumers' state that was moved, removed or replaced."""
+    return DeliveryError(
+        f"the consumers' state in {file} was moved, removed or replaced while the home has consumers",
+        code="consumer_state_missing",
+        file=file,
+    )
 
 
 def _unreadable(path: Path, why: str) -> DeliveryError:

@@ -21,6 +21,7 @@ from millstream.errors import MillstreamError, TokenFromFuture
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.protocol.delivery.messages import UNSETTLED_BYTES_MAX
 from millstream.wal.reader import StreamReader
 
 
@@ -58,6 +59,8 @@ class Surroundings:
     """Whether this process is a server, which delivers to sinks at once."""
     database: str = ""
     """Name of the source's database; empty: there is none."""
+    unsettled_bytes_max: int = UNSETTLED_BYTES_MAX
+    """Most bytes of one consumer's unsettled messages in memory; see `Running`."""
 
     def resolve(self, text: str, reader: StreamReader, refuse: Callable[[str], MillstreamError]) -> Seq:
         """Return the number behind which a consumer begins; see `start_position.resolve`."""

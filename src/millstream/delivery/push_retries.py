@@ -1,6 +1,6 @@
 """Moves a consumer's messages to its push sink: sends, repeats, and reports the outcome to the consumer.
 
-A batch that failed waits aside, so that it holds only its own groups. It is repeated with the same messages as long as
+A batch that failed is set aside: only its own groups wait for it. It is repeated with the same messages as long as
 the consumer holds them for it. When a batch is repeated (by the sink's pacing, or when the receiver asked for it), and
 which failure is the last, is decided here; the sink judges each answer (`sinks.Verdict`).
 """
@@ -32,9 +32,6 @@ _RECEIVE_S: Final = 1.0
 _PART_OF_BATCH: Final = 16
 """More than a 16th of a batch in one answer shows a backlog. Only then is the next batch received ahead: a small one would
 go out small, and what comes in between would wait for the batch after it."""
-_KEPT_AGAIN_S: Final = 0.5
-_MARGIN_S: Final = 30.0
-"""Least time for which messages are held in addition to what their next delivery takes."""
 _LOOK_S: Final = 0.1
 
 logger = structlog.get_logger("millstream")
@@ -161,10 +158,13 @@ class Pusher:
         name: names its threads.
         source: the consumer.
         sink: the destination; the pusher doesn't close it.
-        max_deliver: failed deliveries after which a message is dead; 0: never.
+        max_deliver: failed deliveries after which a message is dead; 0: never. Messages that failed together so
+                often are each sent alone once more.
         observe: takes the seconds of each delivery by the sink.
         now_s: returns a time that never steps back.
         chance: draws from [0, 1).
+        margin_s: least time for which messages are held in addition to what their next delivery takes.
+        kept_again_s: time between two tries while the consumer's state can't be kept.
     """
 
     def __init__(
@@ -177,6 +177,8 @@ class Pusher:
         observe: Callable[[float], None] = lambda _seconds: None,
         now_s: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
+        margin_s: float = 30.0,
+        kept_again_s: float = 0.5,
     ) -> None:
         self._source = source
         self._sink = sink
@@ -185,6 +187,8 @@ class Pusher:
         self._observe = observe
         self._now_s = now_s
         self._chance = chance
+        self._margin_s = margin_s
+        self._kept_again_s = kept_again_s
         self._lock = threading.Lock()
         """Held while the fields below change."""
         self._aside: list[tuple[float, int, _Batch]] = []
@@ -198,13 +202,13 @@ class Pusher:
         self._is_behind = False
         """Whether the last answer was large, so that the next batch is received before its turn."""
         self._stopping = threading.Event()
-        self._hold_s = self._pacing.timeout_s + 2 * _MARGIN_S
+        self._hold_s = self._pacing.timeout_s + 2 * margin_s
         self._name = name
         self._workers = [
             Worker(f"push-{name}", self._step, on_failure=self._fail) for _ in range(self._pacing.concurrency)
         ]
         self._workers.append(
-            Worker(f"push-{name}-hold", self._renew, every_s=_MARGIN_S / 3, stop=self._stopping, on_failure=self._fail)
+            Worker(f"push-{name}-hold", self._renew, every_s=margin_s / 3, stop=self._stopping, on_failure=self._fail)
         )
 
     def start(self) -> Pusher:
@@ -258,7 +262,7 @@ class Pusher:
     def _wait_until_kept(self, batch: _Batch, error: MillstreamError) -> None:
         """Send nothing until the consumer's state can be kept, for example on a full disk; then go on with the batch."""
         self._show(error.message)
-        while not self._stopping.wait(_KEPT_AGAIN_S):
+        while not self._stopping.wait(self._kept_again_s):
             with suppress(MillstreamError):
                 self._source.sync()
                 self._set_aside(batch, 0.0)
@@ -275,7 +279,7 @@ class Pusher:
             messages = self._source.receive(self._pacing.batch_size, wait_s=min(left_s, _RECEIVE_S))
         except MillstreamError as error:
             self._show(error.message)
-            self._stopping.wait(_KEPT_AGAIN_S)
+            self._stopping.wait(self._kept_again_s)
             messages = []
         else:
             self._show(None)
@@ -285,7 +289,7 @@ class Pusher:
     def _begun(self, messages: Sequence[PushMessage]) -> _Batch:
         """Return a batch of messages that were received. It starts from the fewest failures of its messages."""
         failures = min(message.failures for message in messages)
-        renew_at_s = self._now_s() + _MARGIN_S
+        renew_at_s = self._now_s() + self._margin_s
         return _Batch(messages, self._waits(), renew_at_s, failures, is_split=self._is_over(failures))
 
     def _is_over(self, failures: int) -> bool:
@@ -413,7 +417,7 @@ class Pusher:
         return is_held
 
     def _renewed(self, batch: _Batch, *, is_retry: bool = False) -> bool:
-        batch.renew_at_s = self._now_s() + _MARGIN_S
+        batch.renew_at_s = self._now_s() + self._margin_s
         return self._source.hold(batch.held, self._hold_s, is_retry=is_retry)
 
     def _renew(self) -> bool:

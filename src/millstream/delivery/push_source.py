@@ -11,8 +11,9 @@ import structlog
 
 from millstream.delivery.push_retries import Pusher
 from millstream.delivery.records.record_messages import Origin
-from millstream.delivery.running_consumer import Running, Waiter, now_ms
+from millstream.delivery.running_consumer import Running, Waiter
 from millstream.delivery.sinks import Place, PushMessage, PushSink, open_sink
+from millstream.delivery.wait_clock import now_ms
 from millstream.errors import MillstreamError
 from millstream.protocol.delivery import Consumer, DeliveryId, Phase, Status
 from millstream.workers import call_in_thread

@@ -30,14 +30,22 @@ class RedisSettings:
     """Number of entries that a Redis stream keeps; 0: all."""
 
     @classmethod
-    def parse(cls, settings: object) -> RedisSettings:
+    def parse(cls, settings: object, *, is_trusted: bool = False) -> RedisSettings:
         """Read settings.
+
+        Args:
+            settings: a JSON value, or the table of the configuration file.
+            is_trusted: whether the address may be a socket of this machine, which other users can't reach. It may in the configuration file
+                alone.
 
         Raises:
             DeliveryError (`invalid_consumer`): a setting is missing, unknown or not valid. It shows no secret.
         """
         fields = SinkSettings("redis", settings, _KNOWN)
         location = fields.text("location", hint="Write it as redis://host:6379/0, or rediss://… for TLS.")
+        if location.lower().startswith("unix:") and not is_trusted:
+            hint = "Define the consumer in millstream.toml, as [streams.S.consumers.C.redis]."
+            fields.refuse("location", "can be a Unix socket only in millstream.toml", hint)
         template = fields.text("stream", DEFAULT)
         fault = template_fault(template)
         if fault is not None:
@@ -115,4 +123,4 @@ class RedisStreamSink:
 
 def open_redis(settings: Mapping[str, Any], *, stream: str, consumer: str) -> RedisStreamSink:
     """Return a sink. This function is a `sinks.SinkFactory`."""
-    return RedisStreamSink(RedisSettings.parse(settings), stream=stream, consumer=consumer)
+    return RedisStreamSink(RedisSettings.parse(settings, is_trusted=True), stream=stream, consumer=consumer)

@@ -19,6 +19,7 @@ from millstream.delivery.consumer_store import Letter, Stored, died_letters, let
 from millstream.delivery.records.dropped_records import read_again
 from millstream.delivery.records.record_messages import KnownRow, Origin, merged, record_of
 from millstream.delivery.records.record_reader import ConsumerReader, Emptied, Key
+from millstream.delivery.wait_clock import now_ms
 from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
@@ -36,7 +37,7 @@ from millstream.protocol.delivery import (
     Phase,
     Status,
 )
-from millstream.protocol.delivery.messages import ANSWER_BYTES, Kind
+from millstream.protocol.delivery.messages import ANSWER_BYTES, UNSETTLED_BYTES_MAX, Kind
 from millstream.wal.backlog import backlog_of_tables
 from millstream.wal.files import as_told
 from millstream.wal.reader import StreamReader
@@ -46,10 +47,8 @@ _SLICE_S: Final = 0.2
 _QUARANTINE_FRESH_S: Final = 1.0
 _PUSHED_WAIT_MS: Final = 4 * 3_600_000
 """How long a pusher may have a message: more than its longest request takes. It returns what it doesn't deliver."""
-WAITING_MAX: Final = 100_000
+_UNSETTLED_MAX: Final = 100_000
 """Number of unsettled messages in memory."""
-WAITING_BYTES_MAX: Final = 64 << 20
-"""Their bytes; of kind `changes` those of their records, which are read again above it."""
 
 
 class Waiter:
@@ -88,6 +87,8 @@ class Running:
         note: stores changes.
         quarantined: returns the ids of the tables that are quarantined now, with their names.
         notes: where the state of backfills is kept; None: nothing of it changes here.
+        unsettled_bytes_max: most bytes of unsettled messages in memory; of kind `changes` those of their records,
+            which are read again above it.
 
     Concurrency: the caller holds `lock`, except for `wake`.
     """
@@ -102,6 +103,8 @@ class Running:
         note: Callable[[str, list[Change], dict[str, Letter]], None],
         quarantined: Callable[[], Mapping[TableId, str]],
         notes: Notes | None = None,
+        *,
+        unsettled_bytes_max: int = UNSETTLED_BYTES_MAX,
     ) -> None:
         self.definition: Final = stored.definition
         self.incarnation: Final = stored.incarnation
@@ -135,15 +138,16 @@ class Running:
             ack_wait_ms=self.definition.ack_wait_ms if self.definition.sink is None else _PUSHED_WAIT_MS,
             max_deliver=0 if self.definition.sink is not None else self.definition.max_deliver,  # the pusher counts
             max_ack_pending=self.definition.max_ack_pending,
-            waiting_max=WAITING_MAX,
-            waiting_bytes_max=WAITING_BYTES_MAX,
-            records_bytes_max=None if self.definition.kind is Kind.LATEST else WAITING_BYTES_MAX,
+            unsettled_max=_UNSETTLED_MAX,
+            unsettled_bytes_max=unsettled_bytes_max,
+            records_bytes_max=None if self.definition.kind is Kind.LATEST else unsettled_bytes_max,
         )
-        run = max(stored.state.run + 1, now_ms())
+        now = now_ms()
+        run = max(stored.state.run + 1, now)
         self.machine: Final = (
-            LatestConsumer(limits, stored.state, run=run, merge=self._merged)
+            LatestConsumer(limits, stored.state, run=run, now=now, merge=self._merged)
             if self.definition.kind is Kind.LATEST
-            else Consumer(limits, stored.state, run=run)
+            else Consumer(limits, stored.state, run=run, now=now)
         )
         self.backfills: Final = Backfilling(stream, stored, key, limits, self.machine, notes)
         self.follow_log()
@@ -590,8 +594,3 @@ class Running:
 
 def _age(letter: DeadLetter) -> tuple[int, str]:
     return letter.died, letter.message.id
-
-
-def now_ms() -> int:
-    """Return the wall clock in ms since 1970."""
-    return time.time_ns() // 1_000_000

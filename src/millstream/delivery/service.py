@@ -35,8 +35,9 @@ from millstream.delivery.request_fields import (
     wanted_place,
     wanted_rows,
 )
-from millstream.delivery.running_consumer import Running, Waiter, now_ms
+from millstream.delivery.running_consumer import Running, Waiter
 from millstream.delivery.start_position import check_kept
+from millstream.delivery.wait_clock import now_ms
 from millstream.errors import CursorExpired, DeliveryError, MillstreamError
 from millstream.model.positions import Seq
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, Phase, State, Status
@@ -89,6 +90,8 @@ class StreamConsumers:
         self._store, stored = Store.open(around.folder)
         self._held: dict[str, int] = {}
         self._hold_at = 0.0
+        self._failures: list[str] = []
+        """The errors that keep the state from being kept, as last logged."""
         self._wanted = threading.Event()
         """Set while a `receive` waits for the log to grow."""
         self._file = around.file
@@ -428,6 +431,7 @@ class StreamConsumers:
             self._note,
             around.quarantined,
             self._notes,
+            unsettled_bytes_max=around.unsettled_bytes_max,
         )
         name = stored.definition.name
         running.is_removed = stored.is_configured and name not in self._file.names
@@ -487,14 +491,17 @@ class StreamConsumers:
 
     def _keep(self) -> bool:
         """Make everything durable that was noted, and move what the consumers hold of the log."""
+        failures = []
         # One after the other: the state may be kept though there is no room for a copy of it.
         for step in (self._keep_changes, self._keep_short):
             try:
                 step()
             except (MillstreamError, OSError) as error:
-                logger.warning(
-                    "the consumers' state can't be kept for now", stream=self._around.stream, error=str(error)
-                )
+                failures.append(str(error))
+        for failure in failures:
+            if failure not in self._failures:
+                logger.warning("the consumers' state can't be kept for now", stream=self._around.stream, error=failure)
+        self._failures = failures
         return True
 
     def _keep_changes(self) -> None:

@@ -77,11 +77,11 @@ def _settings(kind: str, settings: object, *, is_trusted: bool) -> Any:
     if kind == "kafka":
         from millstream.delivery.kafka.settings import KafkaSettings
 
-        return KafkaSettings.parse(settings)
+        return KafkaSettings.parse(settings, is_trusted=is_trusted)
     if kind == "redis":
         from millstream.delivery.redis_stream import RedisSettings
 
-        return RedisSettings.parse(settings)
+        return RedisSettings.parse(settings, is_trusted=is_trusted)
     from millstream.delivery.command import CommandSettings
 
     return CommandSettings.parse(settings)

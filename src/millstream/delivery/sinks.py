@@ -1,4 +1,4 @@
-"""The port of push sinks: destinations to which the home sends a consumer's messages, in batches.
+"""The port of push sinks, to which the home sends a consumer's messages, in batches; `open_sink` opens one by its kind.
 
 A sink gets a batch and returns its outcome. It keeps no position and repeats nothing: `delivery.push_retries` does both.
 
@@ -28,6 +28,8 @@ logger = structlog.get_logger("millstream.delivery")
 
 ENTRY_POINTS: Final = "millstream.push_sinks"
 OURS: Final = ("webhook", "kafka", "redis", "command")
+"""Kinds without an entry point. A further one is added here, to `sink_definition`, `config.consumer_model`,
+`serving.consumer_requests` and `cli.consumers`."""
 
 
 class LoggedRow(NamedTuple):

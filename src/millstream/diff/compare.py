@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import pyarrow as pa
 
-from millstream.app.status import quarantine_of
+from millstream.app.table_status import quarantine_of
 from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.rewrite_detection import KnownLayouts

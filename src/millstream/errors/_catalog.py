@@ -32,7 +32,8 @@ class CatalogError(MillstreamError):
             "Check host, port and that the catalog's server runs.",
         ),
         "catalog_replaced": Code(
-            "The catalog's file, or its `-wal` or `-shm`, was removed or replaced while it was open; details: `file`.",
+            "The catalog's file, or its `-wal` or `-shm`, was removed or replaced while it was open, or the home was moved; "
+            "details: `file`.",
             Retry.OPERATOR,
             "Stop every process of this home, restore its catalog from the newest copy, and start them again.",
         ),

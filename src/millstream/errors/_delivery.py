@@ -45,6 +45,13 @@ class DeliveryError(MillstreamError):
             hint="List the stream's consumers: `millstream consumer ls`, or GET `/v1/streams/{stream}/consumers`.",
             exit_code=2,
         ),
+        "consumer_state_missing": Code(
+            "The file of the consumers' state was moved, removed or replaced; nothing is acknowledged until it is back. Details: file.",
+            Retry.OPERATOR,
+            "Put the folder `data/delivery` back where it was, from the place that it was moved to. Only if you have to take it"
+            " from a backup, restart the process that has the consumers. A process that starts without the folder has no"
+            " consumers.",
+        ),
         "consumer_state_unreadable": Code(
             "The file of the consumers' state is damaged or no such file; nothing of it was changed. Details: file.",
             Retry.OPERATOR,

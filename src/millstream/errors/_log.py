@@ -61,6 +61,15 @@ class CorruptWal(LogError):
         "Run `millstream wal verify` to list the losses; restore the file from a copy, or run `millstream wal"
         " repair` to continue without the lost records."
     )
+    codes: ClassVar[Mapping[str, Code]] = {
+        "log_missing": Code(
+            "The folder of a log, or of one of its shards, was moved or removed; details: file.",
+            Retry.OPERATOR,
+            "Put the folder back where it was, from the place that it was moved to or from a backup: Millstream didn't"
+            " remove it, and begins no new log in its place. Without a copy start over: run `millstream slot drop` if"
+            " the stream has a source, then use a new home and an empty lake.",
+        ),
+    }
 
 
 class UnsupportedFormat(LogError):
@@ -80,14 +89,14 @@ class DiskFull(LogError):
 
 
 class Overloaded(LogError):
-    """The append queue stayed full past the deadline."""
+    """There is no room for the request now: too much waits or runs already. It did nothing."""
 
     code = "overloaded"
     retry = Retry.BACKOFF
 
 
 class AppendOutcomeUnknown(LogError):
-    """The disk failed under a write or an fsync: the operation may or may not be durable."""
+    """The disk failed under a write, or its answer was lost: the operation may or may not be durable."""
 
     code = "append_outcome_unknown"
     retry = Retry.REOPEN

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from millstream.client.home_calls import FILLED, LATEST_ROWS_MAX, LEFT, Latest
+from millstream.client.call_results import FILLED, LATEST_ROWS_MAX, LEFT, Latest
 from millstream.errors import LakeError, OffsetExpired, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken

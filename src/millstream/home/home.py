@@ -36,6 +36,10 @@ SOCKET_PATH_BYTES_MAX: Final = 100  # sun_path holds 104 bytes on macOS, 108 on 
 
 _NO_LOG_HINT: Final = "The first append makes it, or `millstream run` where there is something to capture; `millstream status` shows what runs."
 _NO_COPY_HINT: Final = "This node follows another one: `millstream run`, or `millstream follow`, has it from there; `millstream replicas` shows how far that is."
+_NO_STREAM_HINT: Final = (
+    "Add `[streams.NAME]` to it, for a stream that applications append to, and `[streams.NAME.source]` to capture a "
+    "database; `millstream init --stream NAME DIR` writes such a file, with comments, into another folder."
+)
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,20 @@ class Home(HomePaths):
 
         Raises:
             UnknownStream: there is none of that name, none at all, or several and none was named.
+            CorruptWal (`log_missing`): it had a log, which was moved or removed; unless `of` is given.
             ConfigError: there is none of that name, and the configuration can't be read to check.
         """
+        name = self._pick_stream(named, of)
+        if of is None:
+            self._check_log(name)
+        return name
+
+    def _check_log(self, stream: str) -> None:
+        from millstream.home.missing_logs import check_log
+
+        check_log(self, stream)
+
+    def _pick_stream(self, named: str | None, of: list[str] | None) -> str:
         names = self.streams_on_disk() if of is None else of
         said: object = named  # a public call, whose callers may have no types
         if named is not None and not isinstance(said, str):
@@ -130,6 +146,7 @@ class Home(HomePaths):
         if named is not None:
             if named not in names:
                 if of is None and named in self._configured_names():
+                    self._check_log(named)
                     raise UnknownStream(
                         f"stream {named} has no log yet: nothing has run, or it is just starting",
                         hint=self._no_log_hint([named]),
@@ -141,11 +158,15 @@ class Home(HomePaths):
         if len(names) != 1:
             configured = self._configured_names() if of is None and not names else []
             if configured:
+                for name in configured:
+                    self._check_log(name)
                 which = (
                     f"stream {configured[0]} has" if len(configured) == 1 else f"streams {', '.join(configured)} have"
                 )
                 what = f"{which} no log yet: nothing has run, or it is just starting"
                 raise UnknownStream(what, hint=self._no_log_hint(configured), known=names)
+            if not names and self._names_no_stream():
+                raise UnknownStream(f"{self.config_file} names no stream", hint=_NO_STREAM_HINT, known=names)
             what = "several streams" if names else "no stream yet"
             hint = f"Name one with --stream. {known}" if names else "Streams appear when `millstream run` has started."
             raise UnknownStream(f"{self.path} has {what}", hint=hint, known=names)
@@ -154,6 +175,12 @@ class Home(HomePaths):
     def _no_log_hint(self, streams: list[str]) -> str:
         follows = all(self.role_file(stream).exists() for stream in streams)
         return _NO_COPY_HINT if follows else _NO_LOG_HINT
+
+    def _names_no_stream(self) -> bool:
+        """Return whether there is a configuration that can be read, and names no stream."""
+        with contextlib.suppress(ConfigError, ImportError):
+            return self.config_file.exists() and not self.config.streams
+        return False
 
     def _configured_names(self) -> list[str]:
         """Return the names of the configured streams; none without a configuration, or without its reader.
@@ -182,6 +209,11 @@ class Home(HomePaths):
     def config(self) -> Config:
         """Return the configuration, read once."""
         return self.loaded_config.config
+
+    def check_names_stream(self) -> None:
+        """Raise `ConfigError` if the configuration names no stream."""
+        if not self.config.streams:
+            raise ConfigError(f"{self.config_file} names no stream", hint=_NO_STREAM_HINT)
 
     def configured(self, stream: str) -> StreamConfig | None:
         """Return a stream's configuration; None if the home doesn't configure it, or has no configuration."""

@@ -74,6 +74,8 @@ def check_tables(names: Sequence[str]) -> list[str]:
         InvalidValue: two name the same table.
         IngestError (`rows_too_large`): there are more than `TABLES_MAX`.
     """
+    if len(names) > TABLES_MAX:
+        raise too_large("the tables of one operation", len(names), TABLES_MAX)
     full: dict[str, str] = {}
     for name in names:
         one = qualified_name(*parse_qualified_name(name))
@@ -84,8 +86,6 @@ def check_tables(names: Sequence[str]) -> list[str]:
                 table=one,
             )
         full[one] = name
-    if len(full) > TABLES_MAX:
-        raise too_large("the tables of one operation", len(full), TABLES_MAX)
     return list(full)
 
 

@@ -31,13 +31,31 @@ _NESTED_VALUES_MAX: Final = 8 << 20
 """Limit of nested values: they become text through Python's objects."""
 _NESTED_BYTES_MAX: Final = 32 << 20
 """Size in bytes of one row's value as Python's objects; a column's rows are converted piece by piece."""
+_NESTED_WORK_BYTES: Final = 256
+"""Size in bytes of a plain column that takes as long to decode as one nested value: microseconds, through Python's objects."""
 _BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
 """Size in bytes of all messages' buffers, decompressed: buffers of rows within bounds are padded, and
 strings have offsets."""
 
 
-def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
+def work_bytes(body: bytes, *, rows_max: int = ROWS_MAX) -> int:
+    """Return the size in bytes of plain columns that take as long to decode as a stream's, by the headers of its messages.
+
+    Raises:
+        HttpError (`invalid_body`), IngestError (`rows_too_large`): as `rows_of_arrow`.
+    """
+    _refuse_file(body)
+    try:
+        return _check_messages(body, rows_max)
+    except _NOT_A_STREAM as error:
+        raise _invalid(error) from error
+
+
+def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX, is_checked: bool = False) -> pa.Table:
     """Return the rows of an Arrow IPC stream (`application/vnd.apache.arrow.stream`), in the log's types.
+
+    Args:
+        is_checked: whether `work_bytes` has read the headers of its messages.
 
     Raises:
         HttpError (`invalid_body`): it isn't one, or it is cut off.
@@ -45,19 +63,14 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
             allowed.
         InvalidValue: a column has an unsupported type or value; details: column.
     """
-    if body[:6] == b"ARROW1":
-        raise HttpError(
-            "the body is a file of Arrow's, not a stream",
-            code="invalid_body",
-            hint="Write it with `pyarrow.ipc.new_stream`, not `new_file`.",
-        )
+    if not is_checked:
+        work_bytes(body, rows_max=rows_max)
     try:
-        _check_messages(body, rows_max)
         with ipc.open_stream(pa.py_buffer(body)) as stream:
             table: pa.Table = stream.read_all()
         table.validate(full=True)
     except _NOT_A_STREAM as error:
-        raise HttpError(f"the body isn't an Arrow IPC stream: {error}", code="invalid_body") from error
+        raise _invalid(error) from error
     if not table.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't send a request without rows.")
     meant = sum(_check_unfolded(field, column) for field, column in zip(table.schema, table.columns, strict=True))
@@ -94,9 +107,23 @@ def written_bytes(rows: pa.RecordBatch) -> int:
     return meant + int(rows.nbytes + _NUMBER_BYTES * rows.num_rows)
 
 
-def _check_messages(body: bytes, rows_max: int) -> None:
-    """Add up the sizes in the messages' headers, before any message is decoded."""
+def _refuse_file(body: bytes) -> None:
+    if body[:6] == b"ARROW1":
+        raise HttpError(
+            "the body is a file of Arrow's, not a stream",
+            code="invalid_body",
+            hint="Write it with `pyarrow.ipc.new_stream`, not `new_file`.",
+        )
+
+
+def _invalid(error: Exception) -> HttpError:
+    return HttpError(f"the body isn't an Arrow IPC stream: {error}", code="invalid_body")
+
+
+def _check_messages(body: bytes, rows_max: int) -> int:
+    """Add up the sizes in the messages' headers, before any message is decoded; return as `work_bytes`."""
     rows = values = size = 0
+    is_nested = False
     reader = ipc.MessageReader.open_stream(pa.py_buffer(body))
     while True:
         try:
@@ -104,8 +131,10 @@ def _check_messages(body: bytes, rows_max: int) -> None:
         except StopIteration:
             break
         if message.type == "schema":
-            if len(ipc.read_schema(message)) > COLUMNS_MAX:
-                raise too_large("its columns", len(ipc.read_schema(message)), COLUMNS_MAX)
+            schema = ipc.read_schema(message)
+            if len(schema) > COLUMNS_MAX:
+                raise too_large("its columns", len(schema), COLUMNS_MAX)
+            is_nested = is_nested or any(_is_nested(field.type) for field in schema)
             continue
         head = _BatchHead(message.metadata.to_pybytes(), message.body)
         rows += 0 if head.is_dictionary else head.rows
@@ -117,6 +146,11 @@ def _check_messages(body: bytes, rows_max: int) -> None:
             raise too_large("its values", values, _VALUES_MAX)
         if size > _BODY_BYTES_MAX:
             raise too_large("its rows' bytes", size, ROWS_BYTES_MAX)
+    return size + (values * _NESTED_WORK_BYTES if is_nested else 0)
+
+
+def _is_nested(kind: pa.DataType) -> bool:
+    return _is_nested(kind.storage_type) if isinstance(kind, pa.BaseExtensionType) else bool(pa.types.is_nested(kind))
 
 
 class _BatchHead:

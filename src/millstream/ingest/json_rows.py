@@ -9,7 +9,9 @@ a name twice, the last one counts, as is common.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -142,7 +144,7 @@ def tables_of_json(body: bytes, *, rows_max: int = ROWS_MAX) -> dict[str, list[R
             raise InvalidValue(f"the body has more than tables: {error}", hint='Send {"tables": {…}}.') from error
         _refuse(body, error, lines=False)
     if len(names) != len(found.tables):
-        twice = next((name for n, name in enumerate(names) if name in names[:n]), names[0])
+        twice = next((name for name, count in Counter(names).items() if count > 1), names[0])
         raise InvalidValue(
             f"the body names table {twice} twice, or has several objects of tables",
             hint="Put all rows of a table into one array.",
@@ -231,13 +233,9 @@ def _by_name(rows: Sequence[Row], cells_max: int) -> dict[str, list[Any]]:
     # If the total of names is as if each row had the first row's names, no row has another name unless
     # one lacks a name.
     if sum(map(len, rows)) == len(rows) * len(names):
-        try:
-            columns = {name: [*map(itemgetter(name), rows)] for name in names}
-        except KeyError:
-            pass
-        else:
-            _check(names, len(rows), cells_max)
-            return columns
+        _check(names, len(rows), cells_max)
+        with suppress(KeyError):
+            return {name: [*map(itemgetter(name), rows)] for name in names}
     names = list(dict.fromkeys(chain.from_iterable(rows)))
     _check(names, len(rows), cells_max)
     return {name: [row.get(name) for row in rows] for name in names}

@@ -52,6 +52,7 @@ def tables_for(
 
     kept: dict[str, pa.Table] = {}
     rejected: dict[str, tuple[RejectedRow, ...]] = {}
+    size = 0
     for name, rows in zip(check_tables(list(tables)), tables.values(), strict=True):
         try:
             columns, left_out = _columns(rows, name, make)
@@ -61,9 +62,9 @@ def tables_for(
         rejected[name] = rejected_as_increments(left_out, accumulates(name)) if left_out else ()
         if columns.num_rows:
             kept[name] = columns
-    size = sum(columns.nbytes for columns in kept.values())
-    if size > ROWS_BYTES_MAX:
-        raise too_large("its rows' bytes", size, ROWS_BYTES_MAX)
+            size += columns.nbytes
+        if size > ROWS_BYTES_MAX:  # before the next table's rows take as much
+            raise too_large("its rows' bytes", size, ROWS_BYTES_MAX)
     gone = [(name, row) for name, left_out in rejected.items() for row in left_out]
     if gone and not kept:
         raise refusal_of_all([row for _, row in gone], [name for name, _ in gone])

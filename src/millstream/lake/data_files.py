@@ -321,7 +321,7 @@ def replace_files(
 ) -> bool:
     """Commit that some files take the place of others, and no row changes; return False if one of those is gone.
 
-    delta-rs (1.6) doesn't refuse a commit that removes files which a later commit than the handle's has removed:
+    delta-rs (1.6) accepts a commit that removes files which another commit has removed since the handle was opened:
     their rows would be there twice. So each try goes by the list of live files in the version right before it.
 
     Raises:

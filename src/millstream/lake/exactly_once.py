@@ -1,5 +1,7 @@
 """The rule by which a batch is committed exactly once to a lake table, whatever the table's format.
 
+`delta.commits` and `iceberg.commits` make the commits: each has the handle, and rejects a stale commit as its format does.
+
 A commit of rows records, in the same atomic step, the position `n` that its app has reached in the table
 (`table_format.Commit`): Delta's `txn(app, n)`, a property of the table in Iceberg. A batch ends at a position. So a writer
 
@@ -9,7 +11,6 @@ A commit of rows records, in the same atomic step, the position `n` that its app
    of the same app came after the handle was opened. Through a handle that was opened later, it would accept it.
 3. requires the same `n` if it has to open the table again in between, for example to add columns (`check_unmoved`).
 
-`delta.commits` and `iceberg.commits` commit by this rule: each has the handle, and rejects a stale commit as its format does.
 
 Two tables have rules of their own. Several cuts may end at one position, because folds follow a batch: `commit_cuts`
 compares the tables of a cut as well. A fold of regions' logs (`folded.merged`) may receive records twice, and joins them

@@ -1,4 +1,4 @@
-"""Refusals of an object store, read from errors of delta-rs and pyarrow: they hold the store's answer as text, of whatever class.
+"""Errors of delta-rs, pyarrow and files, translated to ours. A store's refusal is read from their text, of whatever class.
 
 A missing bucket comes as a missing file among others, which must not be taken for one of the table's.
 """

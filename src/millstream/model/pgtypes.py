@@ -2,7 +2,8 @@
 
 Relation messages give a column's type as (oid, modifier). Only built-in oids mean the same
 everywhere. A domain, an enum or an extension's type is text, and so is each type without an exact
-column type. docs/reference/types.md holds the same table in words, and a test compares the two.
+column type. docs/reference/types.md holds the same table in words, and a test compares the two. `model.exact_values` parses and
+renders each type; `codec.pgoutput._columns_to_arrow` has the fast parsers.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class _Taking:
             link: the store's.
             upto: as `fetch`'s.
             stop: as `fetch`'s.
-            has_all: called once the documents have come; returns whether a log has all that there is then.
+            has_all: called once the documents have come; returns whether a log is complete then.
         """
         is_over: Callable[[ReplicaLog], bool] | None = None
         while not stop() and (shipment := link.recv(_LOOKS_FOR_S)) is not None:

@@ -81,7 +81,7 @@ class _Lines(io.TextIOBase):
 class Words:
     """A structlog renderer: one short line for people, like those of `run`; a repeated error is shorter still.
 
-    The hint of an error that is waited for follows once, on a line of its own.
+    The hint of a warning follows on a line of its own, that of an error that is waited for once.
     """
 
     def __init__(self, *, terminal: bool, for_home: Callable[[str], str] = lambda hint: hint) -> None:
@@ -111,6 +111,7 @@ class Words:
             self._trouble[part, stream] = trouble if wait_s is not None else ""
         elif level in {"warning", "error", "critical"}:
             words += "".join(f"{said}: " for said in (level, code) if said)
+            hints = [f"  hint: {self._for_home(str(hint))}"] if hint else []
         words += what
         if wait_s is not None:
             words += f"; next try in {float(wait_s):.1f} s"

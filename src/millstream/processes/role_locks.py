@@ -1,4 +1,7 @@
-"""The roles of a home's processes: one process per role, held by flock, which the kernel releases at its death."""
+"""The roles of a home's processes: one process per role, held by flock, which the kernel releases at its death.
+
+If `data/run` is moved or removed while processes hold roles, each puts its lock back, and the link to the sockets.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,20 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, NewType, Self, TypeAlias, TypeVar
 
+import structlog
+
 from millstream.errors import HomeBusy, ShardLocked
-from millstream.private_files import open_private
+from millstream.private_files import make_folder, open_private
+from millstream.workers import Worker
+
+logger = structlog.get_logger("millstream.roles")
 
 _Result = TypeVar("_Result")
 WriterRole = NewType("WriterRole", str)
@@ -50,6 +59,10 @@ LOCK_PATIENCE_S: Final = 30.0
 _STEP_ASIDE_S: Final = 15.0
 """How long an application that appends may take to answer its waiting callers."""
 _POLL_S: Final = 0.1
+_LOOKS_EVERY_S: Final = 0.5
+"""How often a holder looks whether its lock's file is still in place."""
+_SOCKETS_NAME: Final = "sockets"
+"""The link to the folder of the home's sockets, next to the locks."""
 _FACTS_BYTES: Final = 4096
 """Size of the facts in a lock's file: written whole, so that a reader never finds a part of them."""
 
@@ -61,6 +74,12 @@ class RoleLock:
         self._file = file
         self._descriptor = descriptor
         self._facts = facts
+        self._sockets: Path | None = None
+        """The target of the link to the sockets, as last seen."""
+        self._is_taken = False
+        """Whether another process has taken the role since the lock's file was removed."""
+        self._moving = threading.Lock()
+        self._keeper = Worker(f"role-{file.stem}", self._keep, every_s=_LOOKS_EVERY_S)
 
     @classmethod
     def take(cls, run_folder: Path, role: AnyRole, *, patience_s: float = 0.5, **facts: str | bool | None) -> RoleLock:
@@ -101,6 +120,7 @@ class RoleLock:
         lock = cls(file, descriptor, {"pid": os.getpid(), "since": time.time()})
         lock.note(**facts)
         _HELD.add(lock)
+        lock._keeper.start()
         return lock
 
     def note(self, **facts: Any) -> None:
@@ -113,17 +133,66 @@ class RoleLock:
     def leave_to_parent(self) -> None:
         """Drop the lock object in a forked child: the role is the parent's, and ends with the parent."""
         descriptor, self._descriptor = self._descriptor, -1
+        self._moving = threading.Lock()  # the parent's thread may have had it
         os.close(descriptor)
 
     def release(self) -> None:
         """Give the role back; calling it again does nothing."""
-        # Two threads may release it: after the first, the number may be another file's.
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
-            os.close(descriptor)
-            _HELD.discard(self)
+        with self._moving:
+            # Two threads may release it: after the first, the number may be another file's.
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, 0)
+                os.close(descriptor)
+                _HELD.discard(self)
+                self._keeper.stop()
+
+    def _keep(self) -> bool:
+        """Put the lock's file and the link to the sockets back if they were removed; return whether the role is held."""
+        with self._moving:
+            if self._descriptor < 0:
+                return False
+            with contextlib.suppress(OSError):  # for example a removed home: the next look tries again
+                if not self._is_in_place():
+                    self._put_back()
+                self._keep_sockets()
+        return True
+
+    def _keep_sockets(self) -> None:
+        link = self._file.with_name(_SOCKETS_NAME)
+        try:
+            self._sockets = link.readlink()
+        except FileNotFoundError:
+            if self._sockets is not None:
+                link.symlink_to(self._sockets)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._file.stat())
+        except FileNotFoundError:
+            return False
+
+    def _put_back(self) -> None:
+        folder = self._file.parent
+        if not folder.parent.is_dir():
+            return  # the whole home was removed
+        make_folder(folder)
+        fresh = open_private(self._file, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.dup2(fresh, self._descriptor, inheritable=False)
+        except BlockingIOError:
+            if not self._is_taken:
+                text = "another process took this role while its lock's file was missing; end one of the two"
+                logger.warning(text, file=str(self._file))
+            self._is_taken = True
+            return
+        finally:
+            os.close(fresh)
+        self._is_taken = False
+        self.note()
+        logger.warning("the file of a role's lock was missing, and is put back", file=str(self._file))
 
     def __enter__(self) -> Self:
         return self

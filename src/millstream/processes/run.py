@@ -83,11 +83,7 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
         ConfigError: it configures no stream.
         UsageError (`missing_extra`): pyspark isn't installed.
     """
-    if not home.config.streams:
-        raise ConfigError(
-            f"{home.config_file} names no stream",
-            hint="Add [streams.<name>], with a source to capture one, or create a home with `millstream init`.",
-        )
+    home.check_names_stream()
     if importlib.util.find_spec("pyspark") is None:
         raise UsageError(
             "the pipeline needs pyspark, which isn't installed",

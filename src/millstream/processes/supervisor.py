@@ -10,8 +10,9 @@ A *part* is a process of this program. The contract between the two (the child's
   which lets all parts drain.
 
 A part that dies is restarted, with a delay that doubles while it goes on dying young. A part is given up
-and reported if its error needs an operator or can't be fixed (`OPERATOR`, `NEVER`); the others go on. A part that has
-worked before waits for the configuration to be right again: a restart may meet a file that is being edited.
+and reported if its error can't pass without a person (`errors.may_pass`), or after too many errors
+(`SupervisedProcess.errors_max`); the others go on. A part that has worked before waits for the configuration to be
+right again: a restart may meet a file that is being edited.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class PartState(StrEnum):
     ENDED = "ended"
     """It did its work, or was told to stop."""
     GIVEN_UP = "given_up"
-    """It reported an error that no restart fixes."""
+    """A restart isn't expected to help; see above."""
 
 
 _BACKOFF: Final = Backoff(0.5, 30.0, jitter=0)

@@ -451,7 +451,7 @@ def in_key_order(tables: Sequence[TableRows]) -> list[TableRows]:
 
 
 def _groups(schema: TableSchema, codes: Places, *, entries_max: int | None = ENTRIES_MAX) -> list[tuple[int, Places]]:
-    """Yield the rows of each code, in order of the codes."""
+    """Return the rows of each code, in order of the codes."""
     from millstream.routing._splitting import rows_by_group
 
     if int(codes.max()) < _CODES_COUNTED_MAX:

@@ -12,7 +12,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 from urllib.parse import unquote
@@ -23,37 +22,24 @@ import structlog
 from millstream.errors import HttpError
 from millstream.serving.access import CERTIFICATE, name_in_certificate
 from millstream.serving.client_hang_up import PeerState, peer_state
+from millstream.serving.connection_bounds import ConnectionBounds
 from millstream.serving.problem_documents import encoded, headers_of, plain_problem, problem_of
 from millstream.serving.request_bodies import Receive
-from millstream.serving.request_heads import HeadRefused, check_head
+from millstream.serving.request_heads import FIELDS_MAX, HEAD_BYTES_MAX, HeadRefused, check_head
 from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT, ClientStalledError, Scope, Send
 
 logger = structlog.get_logger("millstream.serve")
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application."""
-HEAD_BYTES_MAX: Final = 64 << 10
 _UNTAKEN_BYTES_MAX: Final = 64 << 10
 """Bytes of a body that arrive before the application takes them; no more is read then."""
+_PARSED_BYTES: Final = 8 << 10
+"""Bytes parsed at a time: a request takes forty times the memory of its bytes, and those behind one that waits aren't parsed yet."""
 _STATUS_LINES: Final = {int(one): f"HTTP/1.1 {one:d} {one.phrase}\r\n".encode() for one in HTTPStatus}
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 """Bytes that would end a header's value, or mean something else to another reader."""
 _BODILESS: Final = {HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED}
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionBounds:
-    """The limits of a connection."""
-
-    connections_max: int
-    request_s: float
-    """Seconds for a request to arrive, header and body."""
-    idle_s: float
-    """Seconds between two requests, and for a client to take nothing of an answer."""
-    unread_bytes_max: int
-    """Bytes of a body that is read and dropped: its request was answered before it was whole."""
-    half_closed_s: float = 10.0
-    """Seconds without a byte of the answer until a client that has ended its side counts as gone."""
 
 
 class Exchange:
@@ -241,6 +227,8 @@ class Connection(asyncio.Protocol):
         """Whether it has sent anything."""
         self._begun_here = False
         """Whether a request began or ended in the data being read."""
+        self._unparsed = b""
+        """Bytes behind requests that wait."""
         self._unread_bytes = 0
         self._written_bytes = self._taken_bytes = 0
         """Bytes of answers, in all and up to what the client had taken at the last look."""
@@ -287,13 +275,11 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Return whether to go on sending after the client has ended its side; see asyncio.Protocol.
 
-        A client that has sent its requests may end its side of the connection and wait for the answers. A
-        client that is gone looks the same until it is sent something. nginx, uvicorn and Go's server take
-        both for gone, and cut answers off. Here answers to complete requests are sent to their ends. The
-        application is told that the client is gone once the connection is reset, or no byte of an answer
-        was sent for `half_closed_s`. An application that has set `NEEDS_ITS_CLIENT` in the scope is told at
-        once. asyncio has no half-closed TLS connections: with TLS the end of the client's side ends the
-        connection.
+        A client that has sent its requests may end its side of the connection and wait for the answers. A client that is gone looks
+        the same until it is sent something. So answers to complete requests are sent to their ends. The application is told that the
+        client is gone once the connection is reset, or no byte of an answer was sent for `half_closed_s`. An application that has set
+        `NEEDS_ITS_CLIENT` in the scope is told at once. With TLS the end of the client's side ends the connection, since asyncio has
+        no half-closed ones.
         """
         if self._base["scheme"] == "https":
             return False
@@ -320,15 +306,19 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse data; see asyncio.Protocol."""
-        if self.transport.is_closing():
-            return
+        for start in range(0, len(data), _PARSED_BYTES):
+            if self._waiting or self._unparsed or self.transport.is_closing():
+                self._unparsed += data[start:]
+                return
+            self._take(data[start : start + _PARSED_BYTES])
+
+    def _take(self, data: bytes) -> None:
         self._begun_here = False
         self._beside_bytes += len(data)
         self._parse(data)
         if self._head_bytes is None and self._beside_bytes > HEAD_BYTES_MAX + len(data):
             self.refuse(plain_problem(431, f"a body has more than {HEAD_BYTES_MAX} bytes outside its chunks"))
-        # If a header begins within or after this data, the rest of the data isn't part of it; at most one
-        # read's worth.
+        # If a header begins within or after this data, the rest of the data isn't part of it.
         if self._head_bytes is not None and not self._begun_here:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
@@ -398,9 +388,11 @@ class Connection(asyncio.Protocol):
         """
         if self._head_bytes is None:
             return
-        name = name.lower()
+        name, value = name.lower(), value.rstrip(b" \t")  # no part of the value (RFC 9110, 5.5)
         if name == b"expect" and value.lower() == b"100-continue":
             self._expects_continue = True
+        if len(self._headers) == FIELDS_MAX:
+            raise HeadRefused(plain_problem(431, f"a request's head has more than {FIELDS_MAX} fields"))
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -409,7 +401,7 @@ class Connection(asyncio.Protocol):
         if parser.should_upgrade():
             return  # see `_parse`
         version = parser.get_http_version()
-        check_head(version, self._headers)
+        check_head(version, self._url, self._headers)
         self._head_bytes = self._idle_since = None
         self._beside_bytes = 0
         url = httptools.parse_url(self._url)
@@ -473,7 +465,10 @@ class Connection(asyncio.Protocol):
         """Read again what the client sends."""
         if self._is_paused:
             self._is_paused = False
-            self.transport.resume_reading()
+            data, self._unparsed = self._unparsed, b""
+            self.data_received(data)
+            if not self._is_paused:
+                self.transport.resume_reading()
 
     def go_on(self) -> None:
         """Go on with the next request after an answer."""
@@ -561,8 +556,8 @@ class Connection(asyncio.Protocol):
     def refuse(self, document: Mapping[str, Any]) -> None:
         """Answer a request that can't be taken with a problem, behind the answers before it; close the connection.
 
-        If another request is being answered, close after its answer, and drop those behind it. If the
-        request's own answer has begun, close at once. The data being read is dropped.
+        If another request is being answered, close after its answer, and drop those behind it. If the request's own answer has begun,
+        close at once.
         """
         running = self._running
         if running is None or running.is_answered or (running is self.exchange and running.more_body):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.app.repeated_status import StatusCache
 from millstream.app.status import collect_status
 from millstream.errors import DiskFull, MillstreamError
+from millstream.home.missing_logs import find_missing_part
 from millstream.leadership.node_roles import Roles
 from millstream.model.replication import LOCAL
 from millstream.nodes.replicas import list_replicas
@@ -138,7 +139,7 @@ class Health:
     def ready(self) -> tuple[bool, str]:
         """Return whether writes are taken now, and if not, why.
 
-        They are if the home's writer listens, or this process may write itself, and some stream led here has room on its disk and
+        They are if the home's writer listens, or this process may write itself, and some stream led here has its log, room on its disk and
         the followers that its acknowledgement level needs.
         """
         if self.draining:
@@ -156,14 +157,17 @@ class Health:
             few = [one for one in list_replicas(self._home)["streams"] if one["too_few_followers"]]
             if {one["stream"] for one in few} >= set(led):
                 return False, f"too few nodes follow for {few[0]['acks']}, the level of stream {few[0]['stream']}"
-        full = [self._full(name) for name in (led if roles else streams)]
-        if full and all(full):
-            return False, full[0]
+        refusals = [self._refusal(name) for name in (led if roles else streams)]
+        if refusals and all(refusals):
+            return False, refusals[0]
         return True, "writes are taken"
 
-    def _full(self, stream: str) -> str:
-        """Return why a stream's log refuses writes for want of room; empty if it doesn't."""
+    def _refusal(self, stream: str) -> str:
+        """Return why a stream's log refuses writes: it is missing, or its disk has no room. Empty if it doesn't."""
         home = self._home
+        missing = find_missing_part(home, stream)
+        if missing is not None:
+            return missing.message
         folder = next((one for one in (home.wal_folder(stream), home.data) if one.is_dir()), home.path)
         try:
             check_disk(RealFiles(), str(folder), home.config.streams[stream].log.disk_used_max)

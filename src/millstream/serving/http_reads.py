@@ -25,7 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from millstream.app.merged_reads import FOLDED_TIMES
 from millstream.app.open_home import OpenHome
 from millstream.client.batch_stream import ARROW_TYPE, END, PIECES_TYPE, change_piece, failed, latest_piece, piece
-from millstream.client.home_calls import LATEST_ROWS_MAX
+from millstream.client.call_results import LATEST_ROWS_MAX
 from millstream.config.quantities import size_bytes
 from millstream.errors import HttpError, MillstreamError, Overloaded
 from millstream.export.follow_log import FollowedTables, batches_between, position_of

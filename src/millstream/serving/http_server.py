@@ -13,7 +13,8 @@ from typing import Final
 
 import structlog
 
-from millstream.serving.connections import Application, Connection, ConnectionBounds, Exchange
+from millstream.serving.connection_bounds import ConnectionBounds
+from millstream.serving.connections import Application, Connection, Exchange
 from millstream.serving.request_bodies import alone
 
 logger = structlog.get_logger("millstream.serve")

@@ -145,6 +145,7 @@ class LineWrites:
             tables = tuple(table.table for table in lines.tables)
             target = BatchTarget(stream, tables, deadline_s, keep_valid_rows=True, acks=acks, keep_valid_tables=True)
             rows = [self._writes.lines_as_rows(stream, table) for table in lines.tables]
+            self._writes.weigh(held, len(body) + sum(one.get_total_buffer_size() for one in rows))
             appended = await self._writes.groups.append(target, rows, size_bytes=len(body), write_id=write_id)
         return *_refused(lines, appended.tables), appended.token
 

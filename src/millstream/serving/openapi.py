@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
+from millstream.client.call_results import SERVER_DEADLINE_S_MAX
 from millstream.serving.problem_documents import MEDIA_TYPE
 from millstream.serving.queries.frames import POSITION_HEADER
 from millstream.serving.row_writes import ARROW_TYPE, JSON_TYPE

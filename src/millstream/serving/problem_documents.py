@@ -18,7 +18,7 @@ from millstream.serving.unknown_paths import allowed_at, method_not_allowed, unk
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 1
-"""The header `Retry-After` of 429 and 503: as long as a writer's restart takes. A group of appends takes milliseconds."""
+"""Seconds in the header `Retry-After` of 429 and 503: a writer restarts in that time, and a full queue empties sooner."""
 
 _CHALLENGE: Final = b'Bearer realm="millstream", Basic realm="millstream"'
 """The accepted forms of a token."""

@@ -1,4 +1,4 @@
-"""Bodies of requests as they arrive: bounded each, and all together, by bytes; decompressed if necessary.
+"""Bodies of requests as they arrive: each bounded in bytes, and all of them together (`Intake`); decompressed if necessary.
 
 A body is processed only once it is whole: a client that vanishes before that has sent nothing.
 """

@@ -17,6 +17,9 @@ from typing import Any, Final
 from millstream.errors import UsageError
 from millstream.serving.problem_documents import plain_problem, problem_of
 
+HEAD_BYTES_MAX: Final = 64 << 10
+FIELDS_MAX: Final = 256
+"""Header fields of a request. As Python's objects each takes a hundred bytes more than it has: 64 KiB of the shortest took a megabyte."""
 _VERSIONS: Final = {"1.0", "1.1"}
 _HOST: Final = re.compile(rb"\[([0-9A-Fa-f:.]+)\](?::[0-9]*)?|[A-Za-z0-9._~!$&'()*+,;=%:-]*")
 """An address in brackets, or the characters of a host name or another address; with a port (RFC 3986, 3.2.2)."""
@@ -35,20 +38,23 @@ class HeadRefused(Exception):
         self.document: Final = document
 
 
-def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+def check_head(version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
     """Check the header of a request.
 
     Args:
         version: HTTP's, as `1.1`.
+        target: its path and query, as sent.
         headers: with names in lower case.
 
     Raises:
         HeadRefused: another version than 1.0 or 1.1 (400, 505), several `Host` headers, none in HTTP/1.1
-            or one that can't be a host (400), a transfer coding in HTTP/1.0 (400) or an unknown one (501).
+            or one that can't be a host (400), a fragment (400), a transfer coding in HTTP/1.0 (400) or an unknown one (501).
     """
     if version not in _VERSIONS:
         status = HTTPStatus.BAD_REQUEST if version < "1" else HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
         raise HeadRefused(plain_problem(status, f"HTTP/{version} isn't supported; HTTP/1.1 is"))
+    if b"#" in target:  # a rule of a proxy may see the end of a path in it
+        raise _invalid("the request's target has a fragment", "Write # in a path or a query as %23.")
     hosts, codings = 0, None
     for name, value in headers:
         if name == b"host":

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote_to_bytes
 
-from millstream.client.home_calls import SERVER_DEADLINE_S_MAX
+from millstream.client.call_results import SERVER_DEADLINE_S_MAX
 from millstream.errors import InvalidValue, MillstreamError, UsageError
 from millstream.ingest.append_requests import check_write_id
 from millstream.model.replication import AckLevel

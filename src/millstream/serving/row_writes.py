@@ -21,7 +21,7 @@ import structlog
 from millstream.errors import HttpError, IngestError, InvalidValue, MillstreamError, UnknownStream
 from millstream.home.config_mapping import increments_of
 from millstream.home.table_columns import column_types
-from millstream.ingest.arrow_stream_decoding import rows_of_arrow
+from millstream.ingest.arrow_stream_decoding import rows_of_arrow, work_bytes
 from millstream.ingest.fit_to_schema import types_of
 from millstream.ingest.increment_columns import as_increments, rejected_as_increments, with_nulls_unnamed
 from millstream.ingest.json_rows import (
@@ -38,6 +38,7 @@ from millstream.ingest.json_rows import (
 )
 from millstream.ingest.keep_valid_rows import naming
 from millstream.ingest.multi_table_append import tables_for
+from millstream.ingest.python_rows import too_large
 from millstream.model.access import Right
 from millstream.model.durations import duration_s
 from millstream.model.names import parse_qualified_name, qualified_name
@@ -151,6 +152,8 @@ class Writes:
             try:
                 rows, rejected = await self._rows(kind, body, held, target)
                 size_bytes = len(body)
+                if isinstance(rows, pa.Table):
+                    self.weigh(held, size_bytes + rows.get_total_buffer_size())
                 del body
                 if rejected:
                     rejected = rejected_as_increments(rejected, increments_of(self._home, stream, table))
@@ -194,10 +197,11 @@ class Writes:
                 self.weigh(held, size_bytes * _JSON_FACTOR)
                 tables = tables_of_json(body, rows_max=self._rows_max)
                 cells = sum(cell_count(rows) for rows in tables.values() if not isinstance(rows, str))
+                has_arrow = any(isinstance(rows, str) for rows in tables.values())
                 kept, rejected = await self.decided(
                     stream,
                     lambda look_up: self._tables(stream, tables, look_up, keep_valid_rows=keep),
-                    lambda make: self._convert(held, cells, make),
+                    lambda make: self._convert(held, cells, make, has_arrow=has_arrow),
                 )
             else:
                 self.weigh(held, held_bytes(body))
@@ -208,6 +212,7 @@ class Writes:
                     ),
                     self._on_thread,
                 )
+            self.weigh(held, size_bytes + sum(rows.get_total_buffer_size() for rows in kept.values()))
             target = target._replace(tables=tuple(kept))
             with naming(rejected, kept) if kept else nullcontext():
                 appended = await self.groups.append(
@@ -218,9 +223,16 @@ class Writes:
     def _tables(
         self, stream: str, tables: dict[str, list[Row] | str], look_up: ColumnsOf, *, keep_valid_rows: bool
     ) -> tuple[dict[str, pa.Table], dict[str, tuple[RejectedRow, ...]]]:
+        count = sum(len(rows) for rows in tables.values() if not isinstance(rows, str))
+
         def make(rows: list[Row] | str, table: str) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
+            nonlocal count
             if isinstance(rows, str):
-                return rows_of_arrow(_from_base64(rows), rows_max=self._rows_max), ()
+                columns = rows_of_arrow(_from_base64(rows), rows_max=self._rows_max)
+                count += columns.num_rows
+                if count > self._rows_max:
+                    raise too_large("its rows", count, self._rows_max)
+                return columns, ()
             if keep_valid_rows:
                 return valid_columns_of(rows, may_be_empty=True, types=partial(types_of, look_up, table))
             return columns_of(rows), ()
@@ -238,7 +250,8 @@ class Writes:
         """Return a body's rows, and those left out: small JSON bodies unconverted, for the group that they go with."""
         if kind == ARROW_TYPE:
             self.weigh(held, len(body) * _ARROW_FACTOR)
-            return await self.read(len(body), lambda: rows_of_arrow(body, rows_max=self._rows_max)), ()
+            size_bytes = max(len(body), work_bytes(body, rows_max=self._rows_max))
+            return await self.read(size_bytes, lambda: rows_of_arrow(body, is_checked=True)), ()
         decode = rows_of_json if kind == JSON_TYPE else rows_of_lines
 
         def convert(rows: list[Row], look_up: ColumnsOf) -> tuple[pa.Table, tuple[RejectedRow, ...]]:
@@ -304,11 +317,12 @@ class Writes:
         """Return the parsed body of that size: parsed here, or on another thread if that takes long."""
         return make() if size_bytes < _LARGE_BYTES else await self._on_thread(make)
 
-    async def _convert(self, held: Held, cells: int, make: Callable[[], _Made]) -> _Made:
+    async def _convert(self, held: Held, cells: int, make: Callable[[], _Made], *, has_arrow: bool = False) -> _Made:
         """Return the columns of a small body's rows, which may have far more values than the body: see `cell_count`."""
-        if cells <= CELLS_MAX:
+        if cells > CELLS_MAX:
+            self.weigh(held, held.size_bytes + cells * CELL_BYTES)
+        elif not has_arrow:
             return make()
-        self.weigh(held, held.size_bytes + cells * CELL_BYTES)
         return await self._on_thread(make)
 
     async def decided(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from millstream.nodes.log_shipping import Shipping
     from millstream.serving.application import Application, Part
-    from millstream.serving.connections import ConnectionBounds
+    from millstream.serving.connection_bounds import ConnectionBounds
     from millstream.serving.flight.server import FlightService
     from millstream.serving.request_batching import Groups
     from millstream.serving.row_processes.server_process import ServerProcess
@@ -253,7 +253,7 @@ def _flight(home: Home, application: Application, shipping: Shipping | None) -> 
 
 def connection_bounds(home: Home) -> ConnectionBounds:
     """Return the configured limits of each connection."""
-    from millstream.serving.connections import ConnectionBounds
+    from millstream.serving.connection_bounds import ConnectionBounds
 
     http = home.config.http
     return ConnectionBounds(

@@ -10,8 +10,9 @@ The order, and why a crash after any step neither repeats nor loses anything:
 5. The catalog records from where the log is needed: from this batch's start on. The lake's newest commits may
    not survive a power loss, because delta-rs doesn't sync them.
 
-A table that fails is quarantined, durably, before the cut that leaves it out. No later batch is appended to it, so it
-can never get a gap, and the log keeps what it lacks. If the lake fails, the run ends (`quarantine.failure_of_lake`).
+A table that fails again and again (`ATTEMPTS_MAX`) is quarantined, durably, before the cut that leaves it out. No later batch is appended to it, so it
+can never get a gap, and the log keeps what it lacks. A lake that can't be reached is
+waited for (`LAKE_PATIENCE_S`). If the lake fails, the run ends (`quarantine.failure_of_lake`).
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog
 from millstream.spark.executor_tasks import Around, TableError
 from millstream.spark.initial_replay import ReplayWatch
-from millstream.spark.lake_retries import LAKE_PATIENCE_S, pauses
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.pipeline_tables import PipelineTables, written_us
 from millstream.spark.quarantine import failure_of_lake
+from millstream.spark.unreachable_lake import LAKE_PATIENCE_S, pauses
 from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4

@@ -32,10 +32,10 @@ from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog, ExecutorWatch, check_lake, translated
 from millstream.spark.folding import FoldThread
 from millstream.spark.initial_replay import ReplayWatch
-from millstream.spark.lake_retries import patiently
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
 from millstream.spark.pipeline_tables import PipelineTables, written_us
 from millstream.spark.session import open_context
+from millstream.spark.unreachable_lake import patiently
 from millstream.wal.reader import StreamReader
 from millstream.workers import Worker
 

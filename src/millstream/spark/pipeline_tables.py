@@ -32,9 +32,9 @@ from millstream.protocol.retention import HolderKind
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.executor_tasks import MaintenanceAnswer, TableError
 from millstream.spark.fold_schedule import FoldHistory
-from millstream.spark.lake_retries import patiently
 from millstream.spark.pipeline import PipelineConfig, TableProgress
 from millstream.spark.quarantine import Quarantine
+from millstream.spark.unreachable_lake import patiently
 from millstream.wal.reader import StreamReader
 
 _NOTES_MAX: Final = 1000

@@ -1,7 +1,8 @@
 """The tables that a running pipeline has quarantined, which failures quarantine one, and when each is retried.
 
 A table whose history can't be written lands nothing, and its records stay in the log, while the other tables go on.
-A failure that isn't one table's ends the batch instead (`failure_of_lake`). Tables that can't be captured are `capture.table_directory`'s.
+A failure that isn't one table's ends the batch instead (`failure_of_lake`). `capture.table_states` has the
+tables that can't be captured.
 """
 
 from __future__ import annotations

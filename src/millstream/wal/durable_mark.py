@@ -163,7 +163,7 @@ def missing_shards(folder: str, there: Sequence[ShardId], marks: Iterable[Durabl
     names = ", ".join(f"{shard:05d}" for shard in there)
     return CorruptWal(
         f"shards are missing in {folder}: the log has {sum(told.values())}, the folder has {names}; the records of the others can't be read",
-        hint="Restore the folders of the missing shards from a copy.",
+        code="log_missing",
         file=folder,
     )
 

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from millstream.errors import CorruptWal, LogError, ShardLocked
+from millstream.errors import LogError, ShardLocked
 from millstream.model.ids import ShardId, WriterId
 from millstream.model.positions import Seq
 from millstream.ports import Clock, Files, WritableFile
 from millstream.wal.durable_mark import MarkFile, missing_shards, read_mark
-from millstream.wal.layout import LOCK_NAME, MARK_NAME, list_segments, list_shards, shard_folder
+from millstream.wal.layout import LOCK_NAME, MARK_NAME, list_shards, shard_folder
+from millstream.wal.missing_log import is_begun, missing_log
 from millstream.wal.writing.sequence_allocator import GroupNumbers
 
 _PATIENCE_NS: Final = 10_000_000_000
@@ -87,17 +88,9 @@ def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers
     given = numbers.given_before()
     if given == 0:
         return
-    folders = [shard_folder(folder, shard) for shard in shards]
-    if not any(files.exists(f"{shard_dir}/{MARK_NAME}") or list_segments(files, shard_dir) for shard_dir in folders):
+    if not any(is_begun(files, shard_folder(folder, shard)) for shard in shards):
         forgotten = "Restore it from a copy; without one take another `[writer] name`: this one was forgotten, and nobody waits for it."
-        raise CorruptWal(
-            f"the log in {folder} is missing, though its records have numbers up to {given}",
-            hint="Restore the folder from a copy, or start over: run `millstream slot drop`, then use a new home and an "
-            "empty lake."
-            if numbers.cut_at is None
-            else forgotten,
-            file=folder,
-        )
+        raise missing_log(folder, given, hint=None if numbers.cut_at is None else forgotten)
 
 
 @contextmanager

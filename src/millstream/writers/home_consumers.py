@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -20,6 +20,7 @@ import structlog
 
 from millstream.catalog import TableState
 from millstream.delivery.configured_consumers import FileConsumers, conflicts_of
+from millstream.delivery.consumer_store import LOG_NAME, missing_state
 from millstream.delivery.definition import Definition
 from millstream.delivery.dependencies import Surroundings
 from millstream.delivery.follower_consumers import SHOWN, CopiedConsumers
@@ -388,6 +389,18 @@ class ConsumerHolders:
             for position in self._catalog.pipelines(self._stream)
             if position.kind is HolderKind.CONSUMER
         }
+
+
+def find_missing_state(home: Home, stream: str, holders: Iterable[str]) -> DeliveryError | None:
+    """Return the error if consumers of a stream that this node leads hold its log, and their state was moved or removed.
+
+    Args:
+        holders: the names of the log's holders in the catalog.
+    """
+    file = home.delivery_folder(stream) / LOG_NAME
+    if file.exists() or not any(name.startswith(_PREFIX) for name in holders) or not Roles(home).leads_surely(stream):
+        return None
+    return missing_state(str(file))
 
 
 def surroundings(home: Home, catalog: Catalog, stream: str, *, is_server: bool = False) -> Surroundings:

@@ -19,17 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.backoff import Backoff
 from millstream.errors import (
     Fenced,
     LogError,
     MillstreamError,
     ReadOnly,
-    SourceError,
-    StaleEpoch,
     UnknownStream,
     WriterClosed,
-    may_pass,
 )
 from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
@@ -52,7 +48,9 @@ from millstream.writers.allowed_writers import note_capturing_writer, refuse_emb
 from millstream.writers.buffer_consumer import BufferTaking
 from millstream.writers.home_appender import append_socket
 from millstream.writers.leased_writer import OwnIncarnations
+from millstream.writers.left_slots import left_hint, left_slots, left_words
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
+from millstream.writers.stream_retries import StreamRetries
 from millstream.writers.stream_writer import StreamWriter, operation_taker, stream_writer
 from millstream.writers.write_buffers import buffer_name, open_buffer
 
@@ -66,8 +64,6 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger("millstream.owner")
 
-_WELL_S: Final = 10.0
-"""After this long without an error, or with another cause, the waits start again with the shortest."""
 _NOTHING_CAPTURED: Final[dict[str, Any]] = {
     "reached": 0,
     "tables": [],
@@ -78,8 +74,6 @@ _NOTHING_CAPTURED: Final[dict[str, Any]] = {
     "slot_holds_bytes": None,
 }
 _LOOK_EVERY_S: Final = 0.1
-_ATTEMPTS_OF_A_JOB: Final = 5
-"""How often `--until-caught-up` tries before it fails: some seconds, for a server that is just starting."""
 
 
 class OwnedStream:
@@ -103,11 +97,7 @@ class OwnedStream:
         self.others_done: Final = threading.Event()
         """Set when no stream captures any longer."""
         self.since_s = time.time()
-        self._backoff = Backoff(0.5, 30.0)
-        self._failed_by = ""
-        """The code of the error that `_backoff` counts."""
-        self._well_since_s: float | None = None
-        """When capture began to make progress, on the monotonic clock."""
+        self._retries = StreamRetries(is_named=home.config.writer.name is not None)
         self._kept = KeptVectors(home)
         self._folds = MergedFolds(home, name, config, self._kept)
         self._clocks = RegionClocks(home, name, config)
@@ -238,7 +228,7 @@ class OwnedStream:
 
         def told() -> None:
             nonlocal told_s
-            self._backoff.reset()
+            self._retries.reset()
             self._gets_on()
             if time.monotonic() - told_s >= 1.0:
                 told_s = time.monotonic()
@@ -256,20 +246,9 @@ class OwnedStream:
 
     def _again(self, error: MillstreamError, stop: threading.Event) -> bool:
         """Handle an error: wait and return whether to restart; otherwise the stream is given up, or was stopped."""
-        was_well = self._well_since_s is not None and time.monotonic() - self._well_since_s >= _WELL_S
-        if was_well or error.code != self._failed_by:
-            self._backoff.reset()
-        self._failed_by = error.code
+        wait_s = self._retries.wait_s(error, is_job=self._is_job)
         self._waits(error)
-        # A writer whose lease ended registers again: see `OwnIncarnations`.
-        is_fenced = isinstance(error, StaleEpoch) and self.home.config.writer.name is not None
-        mends_itself = may_pass(error.code, error.retry) or is_fenced
-        # A job ends with an error that needs work at the source; a service continues once that work is
-        # done.
-        if isinstance(error, SourceError) and not self._is_job:
-            mends_itself = mends_itself or error.mends_at_source
-        patient = mends_itself and not (self._is_job and self._backoff.attempts + 1 >= _ATTEMPTS_OF_A_JOB)
-        if not patient or stop.is_set():
+        if wait_s is None or stop.is_set():
             self.gave_up = True
             if not stop.is_set():
                 note_given_up(self.catalog, self.name, "capture", error)
@@ -278,7 +257,6 @@ class OwnedStream:
                     "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
                 )
             return False
-        wait_s = self._backoff.next_s()
         logger.warning(
             "the stream begins again",
             stream=self.name,
@@ -291,13 +269,14 @@ class OwnedStream:
 
     def _gets_on(self) -> None:
         """Note that the stream makes progress again: the cause of its wait is over."""
-        if self._well_since_s is None:
-            self.error, self._well_since_s = None, time.monotonic()
+        if self._retries.note_progress():
+            self.error = None
             forget_given_up(self.catalog, self.name, "capture")
 
     def _waits(self, error: MillstreamError) -> None:
         """Note that the stream waits, and why: its known progress is out of date."""
-        self.error, self.progress, self._well_since_s = error, None, None
+        self.error, self.progress = error, None
+        self._retries.note_wait()
 
     def facts(self) -> dict[str, Any]:
         """Return the current facts, JSON-able."""
@@ -411,8 +390,10 @@ def run_owner(
 
     Raises:
         HomeBusy: another process owns the home.
+        ConfigError: it configures no stream.
         MillstreamError: a stream couldn't go on (the first one's error, after the others have ended).
     """
+    home.check_names_stream()
     home.prepare()
     place_compiled_code(home)
     if home.config.writer.name is not None:
@@ -431,6 +412,7 @@ def run_owner(
         watched_catalog(home, lifeline),
         contextlib.ExitStack() as stack,
     ):
+        _warn_of_left_slots(home, catalog)
         streams = [OwnedStream(home, catalog, name, config, open_other) for name, config in home.config.streams.items()]
 
         def facts() -> dict[str, Any]:
@@ -475,6 +457,13 @@ def run_owner(
     if failed:
         raise failed[0]
     return outcome
+
+
+def _warn_of_left_slots(home: Home, catalog: Catalog) -> None:
+    with contextlib.suppress(MillstreamError):
+        for row in catalog.streams():
+            for noted in left_slots(home, catalog, row.id):
+                logger.warning(left_words(noted), stream=row.name, code="slot_left", hint=left_hint(row.name, noted))
 
 
 def _writer_of(streams: dict[str, OwnedStream], name: str) -> StreamWriter:

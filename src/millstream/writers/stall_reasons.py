@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from millstream.errors import MillstreamError, may_pass
+from millstream.home.missing_logs import find_missing_part
 from millstream.processes.control_socket import ask
 from millstream.processes.role_locks import holder
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from millstream.home.home import Home
     from millstream.home.paths import HomePaths
 
-Part: TypeAlias = Literal["capture", "pipeline"]
+Part: TypeAlias = Literal["capture", "pipeline", "log"]
 _GIVEN_UP: Final = "given_up"
 
 
@@ -71,6 +72,20 @@ def trouble_of(
         gave_up = not (restarts and holder(home.run_folder, "run"))
     since = noted.get("since") if noted.get("code") == error["code"] else None
     return {**error, "gave_up": gave_up, "since": since}
+
+
+def part_errors(
+    home: Home, catalog: Catalog, name: str, live: tuple[dict[str, Any] | None, dict[str, Any] | None]
+) -> dict[Part, dict[str, Any]]:
+    """Return by part why it stands still, as `trouble_of` does; `log`: it, or one of its shards, was moved or removed.
+
+    Args:
+        live: the facts of the processes that run its capture and its pipeline.
+    """
+    parts: tuple[tuple[Part, dict[str, Any] | None], ...] = tuple(zip(("capture", "pipeline"), live, strict=True))
+    found = {part: error for part, facts in parts if (error := trouble_of(home, catalog, name, part, facts))}
+    missing = find_missing_part(home, name)
+    return found if missing is None else found | {"log": missing.as_dict() | {"gave_up": True, "since": None}}
 
 
 def server_errors(home: HomePaths) -> dict[str, dict[str, Any]]:

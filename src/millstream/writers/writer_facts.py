@@ -64,6 +64,16 @@ def list_writers(home: Home, stream: str | None) -> dict[str, Any]:
         return {"stream": name, **writer_facts(home, catalog, catalog.stream(name).id)}
 
 
+def check_undecided(home: Home, stream: str | None, name: str) -> None:
+    """Check that a writer may have left numbers undecided, before someone is asked about them.
+
+    Raises:
+        SequencingError (`unknown_writer`), StaleEpoch: as `forget_writer`.
+    """
+    with home.open_catalog() as catalog:
+        _undecided(home, catalog, stream, name)
+
+
 def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]:
     """Give up a dead writer's undecided numbers; if its log is in this home, recover it instead.
 
@@ -77,25 +87,8 @@ def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]
         CorruptWal, DiskFull, ShardLocked …: its log is here, and can't be recovered; nothing is given up.
     """
     with home.open_catalog() as catalog:
-        row = home.pick_stream(stream, of=[row.name for row in catalog.streams()])
-        found = catalog.stream(row).id
-        entries = {entry.name: entry for entry in writers_of(catalog, found)}
-        if name not in entries:
-            known = sorted(entries)
-            raise SequencingError(
-                f"the stream has no writer {name}",
-                code="unknown_writer",
-                hint=f"Use one of {', '.join(known)}." if known else "One writer owns it.",
-                writer=name,
-                known=known,
-            )
-        entry, lease_s = entries[name], home.config.writer.lease_s
-        if entry.phase is WriterPhase.SETTLED:
-            raise StaleEpoch(
-                f"writer {name} has {'stopped' if entry.cut_at is None else 'been forgotten'}: there is nothing to forget",
-                hint="Run `millstream writers` to list the writers, and the one that readers wait for.",
-                epoch=int(entry.epoch),
-            )
+        row, entry = _undecided(home, catalog, stream, name)
+        found, lease_s = catalog.stream(row).id, home.config.writer.lease_s
         store = store_of(catalog, found, lease_s)
         is_here = entry.location == home.identity().id
         if is_here:
@@ -104,6 +97,29 @@ def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]
         else:
             store.forget(entry.writer)
         return int(store.view().persisted_upto), is_here
+
+
+def _undecided(home: Home, catalog: Catalog, stream: str | None, name: str) -> tuple[str, WriterEntry]:
+    """Return the stream's name and the writer, which may have left something undecided."""
+    row = home.pick_stream(stream, of=[row.name for row in catalog.streams()])
+    entries = {entry.name: entry for entry in writers_of(catalog, catalog.stream(row).id)}
+    if name not in entries:
+        known = sorted(entries)
+        raise SequencingError(
+            f"the stream has no writer {name}",
+            code="unknown_writer",
+            hint=f"Use one of {', '.join(known)}." if known else "One writer owns it.",
+            writer=name,
+            known=known,
+        )
+    entry = entries[name]
+    if entry.phase is WriterPhase.SETTLED:
+        raise StaleEpoch(
+            f"writer {name} has {'stopped' if entry.cut_at is None else 'been forgotten'}: there is nothing to forget",
+            hint="Run `millstream writers` to list the writers, and the one that readers wait for.",
+            epoch=int(entry.epoch),
+        )
+    return row, entry
 
 
 def _state(entry: WriterEntry, *, is_expired: bool) -> str:

@@ -22,6 +22,7 @@ _WELL: dict[str, Any] = {
                 "configured": True,
                 "slot": "millstream_shop",
                 "slot_dropped": False,
+                "left": [],
                 "mode": "streaming",
                 "slot_holds_bytes": 1 << 20,
                 "received": "0/10",

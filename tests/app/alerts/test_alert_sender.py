@@ -189,7 +189,7 @@ def test_a_stalled_consumer_and_one_that_was_cut_off(tmp_path: Path, receiver: R
 def test_an_alert_is_sent_about_a_follower_that_was_cut_off_and_none_about_a_slot_that_was_dropped(
     tmp_path: Path, receiver: Receiver, clock: Clock
 ) -> None:
-    home = home_of(tmp_path, receiver.url)
+    home = home_of(tmp_path, receiver.url, "[streams.web.source]\ndsn = 'host=127.0.0.1 port=1'")
     with OpenHome(home) as opened, home.open_catalog() as catalog, watching(home, clock) as watch:
         opened.append("web", "orders", {"id": 1})
         stream = catalog.stream("web").id

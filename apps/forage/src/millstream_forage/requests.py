@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from millstream_forage.errors import InvalidField
-from millstream_forage.tables import ID_MAX, KINDS, TARGET_OF, TARGETS, Target
+from millstream_forage.tables import DWELL_FULL_MS, ID_MAX, KINDS, TARGET_OF, TARGETS, WEIGHTS, Target
 
-DWELL_FULL_MS: Final = 60_000
-"""A dwell of this length is worth as much as a save."""
-WEIGHTS: Final = {"save": 1.0, "share": 1.0, "view": 0.3, "skip": 0.0}
-"""The rewards of signals, except dwells."""
 KEY_MAX: Final = 256
 NAME_MAX: Final = 1_000
 """Characters of the name of a source or creator."""

@@ -31,6 +31,10 @@ DIMENSIONS: Final = 64
 
 Kind: TypeAlias = Literal["view", "dwell", "save", "skip", "share"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+DWELL_FULL_MS: Final = 60_000
+"""A dwell of this length is worth as much as a save."""
+WEIGHTS: Final = {"save": 1.0, "share": 1.0, "view": 0.3, "skip": 0.0}
+"""The rewards of signals, except dwells."""
 Target: TypeAlias = Literal["item", "source", "creator"]
 TARGETS: Final[tuple[Target, ...]] = get_args(Target)
 HideKind: TypeAlias = Literal["hide", "mute", "block", "unhide"]

@@ -2,7 +2,7 @@
 
 It looks only at each message's kind, and at whole blocks at a time. It hands on whole transactions in runs;
 `large_transactions` writes the others to spill files. It owns the connection, so everything sent to the source
-goes through it. It sends standby status with the position that `confirm` was last given and never a byte more, even
+goes through it. It sends standby status with the greatest position that `confirm` was given and never a byte more, even
 while its items aren't taken.
 """
 

@@ -5,9 +5,9 @@ confirmed only once nothing below it is needed again:
 
 - *durable*: everything below is in the log, or there was nothing of ours below it.
 - *stored*: a restart finds the position. An operation of the log carries its own; a position that only keepalives
-  moved is stored in the catalog, at intervals, together with the last one that an operation carries: it counts for no
-  log without that operation.
-- *confirmed*: a stored position that was given to the receiver, which reports it with its next status. Where other
+  moved is stored in the catalog, at intervals, together with the last one that an operation carries: it doesn't count
+  for a log that lacks that operation.
+- *confirmed*: a stored position that may be given to the receiver, which reports it with its next status. Where other
   nodes receive the log, a position that the catalog alone has waits for the seconds in which a copy comes to those that
   are connected: a node that was promoted with an older copy would find the slot above everything that it knows. A node
   that was cut off for longer may still find that.

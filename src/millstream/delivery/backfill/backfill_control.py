@@ -21,6 +21,7 @@ from millstream.delivery.backfill.running_backfill import (
     file_of,
 )
 from millstream.delivery.consumer_store import Stored
+from millstream.delivery.wait_clock import now_ms
 from millstream.errors import DeliveryError
 from millstream.protocol.delivery import (
     Change,
@@ -37,7 +38,7 @@ from millstream.wal.files import as_told
 
 logger = structlog.get_logger("millstream.delivery")
 
-_WAITING_MAX: Final = 10_000
+_UNSETTLED_MAX: Final = 10_000
 """Number of waiting rows in memory."""
 Settle = Callable[[Consumer, list[DeliveryId]], list[Status]]
 
@@ -89,13 +90,12 @@ class Backfilling:
 
     def _open(self, stored: StoredBackfill, folder: Path) -> None:
         rows = Rows(file_of(folder, stored.number), self._definition)
-        run = max(stored.state.run + 1, time.time_ns() // 1_000_000)
         limits = self._limits_of_rows()
-        self._work = Backfill(self._stream, self._definition, stored, rows, limits, run)
+        self._work = Backfill(self._stream, self._definition, stored, rows, limits, now_ms())
 
     def _limits_of_rows(self) -> Limits:
         own = self._limits
-        return Limits(own.ack_wait_ms, own.max_deliver, own.max_ack_pending, waiting_max=_WAITING_MAX)
+        return Limits(own.ack_wait_ms, own.max_deliver, own.max_ack_pending, unsettled_max=_UNSETTLED_MAX)
 
     # --- what it shows -----------------------------------------------------------------------------------------------
 

@@ -95,15 +95,16 @@ class Backfill:
         stored: the backfill; its state belongs to the machine from now on.
         rows: its rows.
         limits: the consumer's numbers.
-        run: number of this run; see `Consumer`.
+        now: the time; see `Consumer`.
 
     Concurrency: the caller serialises.
     """
 
     def __init__(
-        self, stream: str, definition: Definition, stored: StoredBackfill, rows: Rows, limits: Limits, run: int
+        self, stream: str, definition: Definition, stored: StoredBackfill, rows: Rows, limits: Limits, now: int
     ) -> None:
-        self.machine: Final = Consumer(limits, stored.state, run=run)
+        run = max(stored.state.run + 1, now)
+        self.machine: Final = Consumer(limits, stored.state, run=run, now=now)
         self._prefix = f"{stream}-b{stored.number}-"
         self._holds_groups = definition.group_by != "none"
         self._total = stored.total or 0

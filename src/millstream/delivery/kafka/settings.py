@@ -29,6 +29,14 @@ _OURS: Final = (
 """Properties on which the sink's promises rest."""
 _RUN_CODE: Final = ("plugin.library.paths", "ssl.engine.location", "sasl.kerberos.kinit.cmd")
 """Properties that load libraries or run programs."""
+_GUARDED: Final = ("ssl.", "sasl.", "https.")
+"""Beginnings of properties some of which name files or libraries of this machine, commands' arguments, or servers that get what a file has."""
+_UNGUARDED: Final = frozenset({
+    "sasl.mechanism", "sasl.mechanisms", "sasl.username", "sasl.password", "ssl.ca.pem", "ssl.certificate.pem", "ssl.key.pem", "ssl.key.password",
+    "ssl.cipher.suites", "ssl.curves.list", "ssl.sigalgs.list", "ssl.endpoint.identification.algorithm",
+})  # fmt: skip
+"""Those that do none of this: only these may come in a request. Otherwise a person who may make consumers could read the files of
+the server's user (`sasl.oauthbearer.assertion.file`), or run code as this user (`ssl.providers`)."""
 
 MESSAGE_BYTES_MAX: Final = 64 << 20
 """The client's own bound. The topic's `max.message.bytes` decides; a broker takes no request of 100 MiB."""
@@ -48,8 +56,13 @@ class KafkaSettings:
     options: DebeziumOptions
 
     @classmethod
-    def parse(cls, settings: object) -> KafkaSettings:
+    def parse(cls, settings: object, *, is_trusted: bool = False) -> KafkaSettings:
         """Read settings.
+
+        Args:
+            settings: a JSON value, or the table of the configuration file.
+            is_trusted: whether properties of the clients may name files, libraries and servers of their own. They may in the configuration
+                file alone.
 
         Raises:
             DeliveryError (`invalid_consumer`): a setting is missing, unknown or not valid. It shows no secret.
@@ -68,7 +81,7 @@ class KafkaSettings:
             own.refuse(str(error.details["key"]), "isn't one of its values", error.hint)
         except TypeError:  # a list or an object
             own.refuse(next(iter(given)), "isn't one of its values")
-        client = _properties(own)
+        client = _properties(own, is_trusted=is_trusted)
         transactions = own.flag("transactions", default=True)
         found = cls(location, client, transactions, template, options)
         try:
@@ -130,7 +143,7 @@ class KafkaSettings:
         return self.transactions or name != "transactional.id"
 
 
-def _properties(own: SinkSettings) -> dict[str, str]:
+def _properties(own: SinkSettings, *, is_trusted: bool) -> dict[str, str]:
     """Return the properties for the clients as texts, as librdkafka reads them."""
     client = own.value("client")
     if client is None:
@@ -145,6 +158,13 @@ def _properties(own: SinkSettings) -> dict[str, str]:
             own.refuse(key, "can't be set", hint)
         if name in _RUN_CODE:
             own.refuse(key, "can't be set: it runs code on this machine", "Leave it out.")
+        if not is_trusted and name.startswith(_GUARDED) and name not in _UNGUARDED:
+            own.refuse(
+                key,
+                "can be set only in millstream.toml",
+                "Send certificates and keys as `ssl.ca.pem`, `ssl.certificate.pem` and `ssl.key.pem`; or define the consumer in "
+                "millstream.toml, as [streams.S.consumers.C.kafka].",
+            )
         if isinstance(value, bool):
             found[name] = str(value).lower()
         elif isinstance(value, str | int | float):
@@ -163,6 +183,6 @@ def _fault(settings: Mapping[str, Any]) -> str | None:
         Producer(alone)
     except KafkaException as error:
         return str(error.args[0].str())
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:  # the last: for a property that is a table of others
         return str(error)
     return None

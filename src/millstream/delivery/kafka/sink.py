@@ -527,4 +527,4 @@ def _is_of_topic(error: KafkaError) -> bool:
 
 def open_kafka(settings: Mapping[str, Any], *, stream: str, consumer: str, place: Place) -> KafkaSink:
     """Return a sink, as a `sinks.SinkFactory` does, for the consumer's place."""
-    return KafkaSink(KafkaSettings.parse(settings), stream=stream, consumer=consumer, place=place)
+    return KafkaSink(KafkaSettings.parse(settings, is_trusted=True), stream=stream, consumer=consumer, place=place)

@@ -38,8 +38,8 @@ from millstream.errors import LakeConflict, LakeTableForeign
 from millstream.lake.delta.object_store.log_copy import LogCopy, copied_log
 from millstream.lake.delta.object_store.lost_answers import settled
 from millstream.lake.delta.object_store.small_files import LakeStorageHandler
+from millstream.lake.format_mismatch import check_format
 from millstream.lake.layout import MESSAGES, LakeLayout
-from millstream.lake.other_formats import check_format
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import Commit, Tail
 from millstream.model.column_renames import FilledNames

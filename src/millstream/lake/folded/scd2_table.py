@@ -6,7 +6,8 @@ fold also needs the greatest time so far (`Versions.clock_us`), which is committ
 
 Versions belong to a name. When another table takes over a name (dropped and created again, renamed, given back),
 the previous table's open versions end at the time of its first record there. Its rows begin then, in their state at
-that time; its past under other names makes no versions here. `current`, at its cut, replaces lost history.
+that time; its past under other names makes no versions here. If history has lost records, the rows of
+`current`, as of its cut, take their place.
 """
 
 from __future__ import annotations

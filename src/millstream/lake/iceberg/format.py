@@ -17,6 +17,7 @@ from pyiceberg.transforms import DayTransform, IdentityTransform
 
 from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign
 from millstream.lake.data_files import remove_folder
+from millstream.lake.format_mismatch import check_format
 from millstream.lake.iceberg import erasure
 from millstream.lake.iceberg.catalog import catalog_errors, catalog_of, files_read, make_namespace, metadata_addresses
 from millstream.lake.iceberg.clearing import clear, is_cleared, renew
@@ -38,7 +39,6 @@ from millstream.lake.iceberg.files import address_of, check_location, storage_of
 from millstream.lake.iceberg.moving import IcebergMove
 from millstream.lake.iceberg.names import identifier_of, view_of
 from millstream.lake.layout import LakeLayout
-from millstream.lake.other_formats import check_format
 from millstream.lake.table_format import NewTable, SetAside, refuse_other_format
 from millstream.model.column_renames import FilledNames
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from millstream.errors import LakeError, MillstreamError, UsageError
-from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, pinned_session, with_patience
+from millstream.libpq import (
+    ADDRESS_HINT,
+    CHANGED_LOGIN_HINT,
+    describe_parameters,
+    one_line,
+    parse_address,
+    pinned_session,
+    with_patience,
+)
 from millstream.model.ids import StreamId
 
 if TYPE_CHECKING:
@@ -102,7 +110,7 @@ def _refused(error: Exception, place: str) -> LakeError:
         return LakeError(
             f"{place}: {text}",
             code="destination",
-            hint="Correct the address in [streams.S.lake] location, or the access rules of the server.",
+            hint=f"Correct the address in [streams.S.lake] location, or the access rules of the server. {CHANGED_LOGIN_HINT}",
         )
     return LakeError(f"{place}: {text}", code="destination_unavailable")
 

@@ -25,6 +25,7 @@ The answer to a write:
     | known, without                   | DedupWindowExpired | DedupWindowExpired   |
     | unknown, at most AHEAD_MAX above | new                | new                  |
     | unknown, farther above           | SessionGap         | SessionGap           |
+    | the same, of an unknown session  | SessionExpired     | SessionExpired       |
     | of a session that was forgotten  | SessionExpired     | SessionExpired       |
     | a key that was forgotten         | DedupWindowExpired | DedupWindowExpired   |
 

@@ -26,17 +26,14 @@ from millstream.protocol.delivery.messages import (
 from millstream.protocol.delivery.runs import Runs
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.state_changes import (
-    Change,
     Delayed,
     Delivered,
     Died,
     Dropped,
     Extended,
-    Moved,
     Returned,
     Rewound,
     Settled,
-    Started,
     Steered,
 )
 from millstream.protocol.delivery.timer_heap import Timer, Timers
@@ -53,14 +50,15 @@ class Consumer(Lettered):
         state: a new consumer's state, or a restart's. It belongs to the machine from now on.
         run: number of this run, greater than those of all earlier runs, including runs that the state has lost. The
             greater of `state.run + 1` and the clock in ms is one.
+        now: the time. If the clock was set back since the state's, what is left of each wait stays the same.
 
-    Times are in ms since 1970, by the wall clock. Concurrency: none; the caller serialises.
+    Times are in ms since 1970, by a clock that doesn't go back during a run. Concurrency: none; the caller serialises.
     """
 
     _replaces: ClassVar[bool] = False
     """Whether a newer message of a group may replace an older one."""
 
-    def __init__(self, limits: Limits, state: State, *, run: int) -> None:
+    def __init__(self, limits: Limits, state: State, *, run: int, now: int = 0) -> None:
         if run <= state.run:
             raise AssertionError(f"run {run} isn't greater than the last one, {state.run}")
         self.limits = limits
@@ -77,7 +75,7 @@ class Consumer(Lettered):
         self._order = Order()
         self._timers = Timers(self._is_void)
         self._letters = DeadLetters(state.dead, state.retried)
-        self._changes: list[Change] = [Started(run)]
+        self._begin_changes(state, run, now)
         for letter in state.retried.values():
             self._restore(self._add_retried(letter), state.facts.pop(letter.message.position, None))
         self._unread = Unread(state)
@@ -143,7 +141,7 @@ class Consumer(Lettered):
             return False
         if not self.is_restored:  # however many wait: nothing is delivered before
             return True
-        has_room = self.unsettled < self.limits.waiting_max and self.in_flight < self.limits.max_ack_pending
+        has_room = self.unsettled < self.limits.unsettled_max and self.in_flight < self.limits.max_ack_pending
         free = self._pending.free + self._runs.free
         return has_room and free < (1 if self._has_many_bytes else count)
 
@@ -423,6 +421,7 @@ class Consumer(Lettered):
         Returns:
             The number of messages that came back.
         """
+        self._newest_time = max(self._newest_time, now)
         pending, back, count = self._pending, Back(0), 0
         while (timer := self._timers.pop_due(now)) is not None:
             _, run, number = timer
@@ -574,15 +573,6 @@ class Consumer(Lettered):
 
     # --- durable state -----------------------------------------------------------------------------------------------
 
-    def take_changes(self) -> list[Change]:
-        """Return the changes since the last call, in order; `State.apply` takes them."""
-        cursor = self.cursor
-        if cursor != self._noted_cursor:
-            self._noted_cursor = cursor
-            self._changes.append(Moved(cursor))
-        taken, self._changes = self._changes, []
-        return taken
-
     def snapshot(self) -> State:
         """Return the state after all changes, taken or not: call `take_changes` first."""
         state = self._unread.behind(self._last)
@@ -594,6 +584,6 @@ class Consumer(Lettered):
             if entry.last is not None or entry.failures or entry.not_before:
                 state.facts[position] = fact_of(entry)
         state.cursor, state.generation, state.run, state.phase = self.cursor, self._generation, self._run, self._phase
-        state.counters = replace(self.counters)
+        state.counters, state.time = replace(self.counters), self._noted_time
         state.dead, state.retried = dict(self._letters.dead), dict(self._letters.retried)
         return state

@@ -53,6 +53,7 @@ class LatestConsumer(Consumer):
         limits: the consumer's numbers.
         state: a new consumer's state, or a restart's.
         run: number of this run.
+        now: as of `Consumer`.
         merge: returns the message that replaces both an older and a newer one of a key. It takes the values of columns
             that the newer record left unchanged from the older one, and keeps the newer one's position, group and id.
     """
@@ -60,7 +61,13 @@ class LatestConsumer(Consumer):
     _replaces = True
 
     def __init__(
-        self, limits: Limits, state: State, *, run: int, merge: Callable[[Message, Message], Message] = newer
+        self,
+        limits: Limits,
+        state: State,
+        *,
+        run: int,
+        now: int = 0,
+        merge: Callable[[Message, Message], Message] = newer,
     ) -> None:
         self._merge = merge
         self._newest: dict[str, Entry] = {}
@@ -81,7 +88,7 @@ class LatestConsumer(Consumer):
         for letter in state.dead.values():
             self._note_dead(letter)
         last = max((*state.facts, *state.unread), default=0)
-        super().__init__(limits, state, run=run)
+        super().__init__(limits, state, run=run, now=now)
         # A message that was delivered replaces older ones, which are offered before it.
         self._unread.restore_upto = max(self._unread.restore_upto, last)
 
@@ -157,7 +164,7 @@ class LatestConsumer(Consumer):
 
     def _note_room(self) -> None:
         """Note whether there is room for more messages: from half of the bound on, so that looks are few."""
-        most, most_bytes = self.limits.waiting_max, self.limits.waiting_bytes_max
+        most, most_bytes = self.limits.unsettled_max, self.limits.unsettled_bytes_max
         count, size = len(self._pending.entries), self.waiting_bytes
         if count >= most or size >= most_bytes:
             self._is_full = True

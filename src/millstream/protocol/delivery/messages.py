@@ -10,6 +10,8 @@ from millstream.model.positions import Seq
 
 ANSWER_BYTES: Final = 8 << 20
 """Most bytes of records in one answer; its first message may be larger."""
+UNSETTLED_BYTES_MAX: Final = 64 << 20
+"""Most bytes of unsettled messages in memory."""
 
 
 def position_of(seq: int, part: int = 0) -> int:
@@ -60,9 +62,9 @@ class Limits:
     max_ack_pending: int = 1000
     """Most messages in flight."""
     answer_bytes: int = ANSWER_BYTES
-    waiting_max: int = 1_000_000
+    unsettled_max: int = 1_000_000
     """Number of unsettled messages from which the machine wants no more, since it holds each in memory."""
-    waiting_bytes_max: int = 64 << 20
+    unsettled_bytes_max: int = UNSETTLED_BYTES_MAX
     """The same in bytes of memory, for kind `latest`."""
     records_bytes_max: int | None = None
     """For kind `changes`: a bound in bytes of the records that messages refer to. Above it, the machine wants no more than

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 
+from millstream.protocol.delivery.change_notes import Noted
 from millstream.protocol.delivery.delivery_order import Pending
 from millstream.protocol.delivery.entries import Back, Entry, EntryState
 from millstream.protocol.delivery.messages import DeadLetter, DeliveryId, Status
 from millstream.protocol.delivery.state import Counters
-from millstream.protocol.delivery.state_changes import Change, Delivered, Returned
+from millstream.protocol.delivery.state_changes import Delivered, Returned
 from millstream.protocol.delivery.timer_heap import Timers
 
 
-class Pushed(ABC):
+class Pushed(Noted):
     """Calls for a push sink. `Consumer` has the rest."""
 
     counters: Counters
     _generation: int
     _pending: Pending
     _timers: Timers
-    _changes: list[Change]
 
     def redeliver(self, ids: Iterable[DeliveryId], now: int, ack_wait_ms: int) -> bool:
         """Count a failure and another delivery of messages in flight, which stay in flight under the same ids.

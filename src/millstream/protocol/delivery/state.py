@@ -23,6 +23,7 @@ from millstream.protocol.delivery.state_changes import (
     Settled,
     Started,
     Steered,
+    Timed,
     letter_from_json,
     letter_to_json,
 )
@@ -100,6 +101,8 @@ class State:
     """Messages that were dead and wait for delivery, or are in flight, by id."""
     relied: int = 0
     """The `seq` up to which the log has newer messages than some that were dropped; 0: none was. See `latest`."""
+    time: int = 0
+    """The last time that was noted; 0: none was."""
     _pruned_at: int = 0
 
     @classmethod
@@ -111,7 +114,7 @@ class State:
         """
         return cls(cursor=cursor, upto=position_of(cursor, 1))
 
-    def apply(self, change: Change) -> None:  # noqa: C901, PLR0912 - one case for each kind of change
+    def apply(self, change: Change) -> None:  # noqa: C901, PLR0912, PLR0915 - one case for each kind of change
         """Apply a change that the machine made."""
         match change:
             case Delivered(run, answer, deadline, positions):
@@ -168,6 +171,9 @@ class State:
                 self.phase = phase
             case Started(run):
                 self.run = run
+            case Timed(now):
+                self._set_back(self.time - now)
+                self.time = now
 
     def _fact(self, position: int) -> Fact:
         fact = self.facts.get(position)
@@ -184,6 +190,13 @@ class State:
             else:
                 self.counters.redelivered += 1
             fact.run, fact.answer, fact.deadline, fact.not_before, fact.has_failed = run, answer, deadline, 0, False
+
+    def _set_back(self, by: int) -> None:
+        """Move all times back, as the clock was: what was left of each wait is left of it now."""
+        if by > 0:
+            for fact in self.facts.values():
+                fact.deadline = max(1, fact.deadline - by) if fact.deadline else 0
+                fact.not_before = max(1, fact.not_before - by) if fact.not_before else 0
 
     def _settle(self, positions: Any) -> None:
         for position in positions:
@@ -219,6 +232,7 @@ class State:
             "dead": [letter_to_json(letter) for letter in self.dead.values()],
             "retried": [letter_to_json(letter) for letter in self.retried.values()],
             "relied": self.relied,
+            "time": self.time,
         }
 
     @classmethod
@@ -240,4 +254,5 @@ class State:
             dead={letter.message.id: letter for letter in dead},
             retried={letter.message.id: letter for letter in retried},
             relied=value["relied"],
+            time=value.get("time", 0),
         )

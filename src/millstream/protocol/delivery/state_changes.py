@@ -14,6 +14,12 @@ class Started(NamedTuple):
     run: int
 
 
+class Timed(NamedTuple):
+    """The time, noted now and then. An earlier one than before shows that the clock was set back while no run was there."""
+
+    now: int
+
+
 class Delivered(NamedTuple):
     """An answer was given."""
 
@@ -115,6 +121,7 @@ class Steered(NamedTuple):
 
 Change: TypeAlias = (
     Started
+    | Timed
     | Delivered
     | Extended
     | Returned
@@ -131,7 +138,7 @@ Change: TypeAlias = (
 )
 
 _TAGS: Final[dict[type[Any], str]] = {
-    Started: "run", Delivered: "d", Extended: "e", Returned: "r", Delayed: "w", Settled: "s", Relied: "relied", Died: "dead", Overtaken: "overtaken", Retried: "retried",
+    Started: "run", Timed: "time", Delivered: "d", Extended: "e", Returned: "r", Delayed: "w", Settled: "s", Relied: "relied", Died: "dead", Overtaken: "overtaken", Retried: "retried",
     Dropped: "dropped", Moved: "c", Rewound: "rewound", Steered: "phase",
 }  # fmt: skip
 _KINDS: Final[dict[str, Any]] = {tag: kind for kind, tag in _TAGS.items()}

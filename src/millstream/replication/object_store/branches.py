@@ -22,7 +22,7 @@ from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd, Hello, NodeName, ReplicaPosition
 from millstream.replication.object_store.object_names import Layout, listed_in, message_in
-from millstream.replication.object_store.objects import Objects
+from millstream.replication.object_store.store_client import Objects
 
 _WHOLE: Final = ".whole"
 _NOTHING: Final = ByteEnd(Offset(0), 0)

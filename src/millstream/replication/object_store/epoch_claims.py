@@ -15,7 +15,7 @@ from millstream.codec.replication_messages import decode_message, encode_message
 from millstream.errors import Fenced, ShipmentUnreadable
 from millstream.model.ids import Epoch
 from millstream.replication.object_store.object_names import Layout, group_of, listed_in
-from millstream.replication.object_store.objects import Objects
+from millstream.replication.object_store.store_client import Objects
 
 
 def claim(objects: Objects, layout: Layout, epoch: Epoch, holder: str, claimant: str = "") -> bool:

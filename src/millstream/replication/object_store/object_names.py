@@ -14,7 +14,7 @@ from millstream.errors import ShipmentUnreadable, StoreUnavailable
 from millstream.model.ids import Epoch, RegionId, ShardId
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd, SegmentPart
-from millstream.replication.object_store.objects import Listed, Objects
+from millstream.replication.object_store.store_client import Listed, Objects
 
 TRAILER_BYTES: Final = 64
 """Size in bytes of a segment's trailer."""

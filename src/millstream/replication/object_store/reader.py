@@ -39,7 +39,7 @@ from millstream.replication.object_store.object_names import (
     segment_of,
     shards_of,
 )
-from millstream.replication.object_store.objects import Listed, Objects
+from millstream.replication.object_store.store_client import Listed, Objects
 
 POLLS_S: Final = 0.5
 """Interval between searches for new shipments: a listing costs about as much as a write."""

@@ -29,7 +29,7 @@ from millstream.replication.object_store.object_names import (
     segment_of,
     shards_of,
 )
-from millstream.replication.object_store.objects import Objects
+from millstream.replication.object_store.store_client import Objects
 from millstream.wal.layout import list_segments, segment_path, shard_folder
 from millstream.wal.replica.verify_continuity import ArrivingShard
 from millstream.wal.segment_scan import reader_of

@@ -1,6 +1,4 @@
-"""Shipments through an object store: a leader writes to it.
-
-Followers, rebuilds and restores read from it, without the leader.
+"""Shipments through an object store: the leader writes them; followers, rebuilds and restores read them without it.
 
 All nodes see the store, so it also decides which node leads: one node wins a `claim`, which fences
 every lower epoch.
@@ -21,9 +19,9 @@ from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication.object_store import epoch_claims, object_names
 from millstream.replication.object_store.branches import begin_branch, history_of
 from millstream.replication.object_store.object_names import Layout
-from millstream.replication.object_store.objects import Objects, open_objects
 from millstream.replication.object_store.reader import POLLS_S, StoreReader
 from millstream.replication.object_store.scrub import Scrub, Scrubbed
+from millstream.replication.object_store.store_client import Objects, open_objects
 from millstream.replication.object_store.writer import StoreContents, StoredLink, stored_of
 from millstream.replication.queues import WINDOW_BYTES
 from millstream.wal.files import RealFiles

@@ -49,7 +49,7 @@ from millstream.replication.object_store.object_names import (
     segment_of,
     shards_of,
 )
-from millstream.replication.object_store.objects import Listed, Objects
+from millstream.replication.object_store.store_client import Listed, Objects
 from millstream.replication.queues import BytesInFlight, Inbox
 from millstream.workers import Worker
 

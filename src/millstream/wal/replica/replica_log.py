@@ -4,7 +4,7 @@ Position and state are committed together: the log is the position. A shipment's
 invalid, nothing is written. Then they are written and fsynced. Then the marks that came with them are moved, as a
 writer moves its own (`wal.durable_mark`). So a concurrent reader sees whole groups only, at any time and after any crash.
 
-Bytes below the end must equal those here (else `Diverged`; nothing is overwritten). Bytes above it: `ReplicaGap`.
+Verified bytes below the end must equal those here (else `Diverged`; nothing is overwritten). Bytes above it: `ReplicaGap`.
 
 When the disk fails:
 

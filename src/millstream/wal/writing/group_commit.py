@@ -1,8 +1,8 @@
 """Commit groups: from submissions to durable frames on all shards of a writer, and what happens when the disk fails.
 
-Everything here blocks and runs on one thread, `writer`'s. Which waiting submissions are the next group is decided by
-`group_commit_queue`. One group at a time is numbered, written as one run of frames per shard, fsynced (the shards in parallel), and shown by the marks. Only then
-are its callers answered.
+One thread, `writer`'s, calls everything here; fsyncs of several shards run on threads of their own. Which waiting
+submissions are the next group is decided by `group_commit_queue`. One group at a time is numbered, written as one run of
+frames per shard, fsynced, and shown by the marks. Only then are its callers answered.
 
 When the disk fails:
 
@@ -39,6 +39,7 @@ from millstream.wal.disk_space import NO_SPACE, check_disk, check_space, keep_sp
 from millstream.wal.durable_mark import MarkFile
 from millstream.wal.files import as_told
 from millstream.wal.mending.repair import set_tail_aside
+from millstream.wal.missing_log import missing_log
 from millstream.wal.shard_locks import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.frame_plan import FramePlan, plan_chunk, plan_group
@@ -223,6 +224,7 @@ class GroupCommitter:
 
         Raises:
             DiskFull: nothing of it is in the log; the next group may succeed.
+            CorruptWal (`log_missing`): the log's folder is gone; as `DiskFull`.
             ShardLocked: another writer hangs while it holds the folder's lock, and a segment is due; as `DiskFull`.
             AppendOutcomeUnknown: the disk failed, or another writer took over; nothing more is taken.
             WriterClosed: it failed before.
@@ -243,7 +245,10 @@ class GroupCommitter:
             self.reached = reached
             return [Ack({}, SeqRange(Seq(self._numbers.newest + 1), 0)) for _ in submitted]
         began_ns = self._clock.monotonic_ns()
-        check_disk(self._files, next(iter(self._shards.values())).folder, self._options.disk_used_max)
+        shard_dir = next(iter(self._shards.values())).folder
+        if not self._files.exists(shard_dir):
+            raise missing_log(self._folder, self._numbers.newest)
+        check_disk(self._files, shard_dir, self._options.disk_used_max)
         self._open_segments()
         hybrid_time = self.times.next_ns()  # before the numbers: whatever it waits for, none is in flight
         given = self._allocate(count)
@@ -443,7 +448,7 @@ class GroupCommitter:
             self._shards[shard].segment.stage(facts, frames, more=False)
 
     def _sync(self, segments: Sequence[OpenSegment]) -> None:
-        """Fsync all segments in parallel; return when all are durable."""
+        """Fsync all segments, in parallel if there are threads for it; return when all are durable."""
         try:
             if self._syncers is None or len(segments) == 1:
                 for segment in segments:

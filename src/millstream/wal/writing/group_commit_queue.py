@@ -25,7 +25,7 @@ _NEVER: Final = sys.maxsize
 _ASKS_EVERY_S: Final = 0.2
 """How often a thread that waits for room is asked whether it gives up."""
 _Room: TypeAlias = "threading.Event | asyncio.Future[None]"
-"""What a caller waits for: a thread for an event, a task for a future of its loop."""
+"""An event for a thread that waits for room, a future of its loop for a task."""
 
 
 class AdmissionQueue:

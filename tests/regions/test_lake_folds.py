@@ -23,7 +23,7 @@ from millstream.home.home import Home
 from millstream.lake.folded.current_table import FoldSizes
 from millstream.lake.maintenance import MaintenanceRules
 from millstream.model.ids import RegionId
-from millstream.regions.merged_view import MergedRules, MergedViews
+from millstream.regions.lake_folds import MergedRules, MergedViews
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 

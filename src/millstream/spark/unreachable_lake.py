@@ -1,6 +1,8 @@
-"""Retries of a step while the lake can't be reached: with growing pauses, for a bounded time.
+"""A step is repeated while the lake can't be reached: with growing pauses, for a bounded time.
 
-Requests to an object store are retried for seconds alone (`LakeLayout.patience_s`): delta-rs holds the interpreter's
+A batch uses the same pauses for a table that fails for a while (`spark.batches`).
+
+Requests to an object store are retried for a few seconds only (`LakeLayout.patience_s`): delta-rs holds the interpreter's
 lock during some of them, and the process couldn't report or end.
 """
 

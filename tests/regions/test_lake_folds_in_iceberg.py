@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
-from tests.regions.test_merged_view import fold_or_die, merged, rounded, views_of
+from tests.regions.test_lake_folds import fold_or_die, merged, rounded, views_of
 from tests.regions.two_homes import CONFIG, both, follow
 
 import millstream
@@ -16,8 +16,8 @@ from millstream.cli.main import cli
 from millstream.home.home import Home
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.maintenance import MaintenanceRules
+from millstream.regions.lake_folds import MergedViews
 from millstream.regions.merged_table import RegionTable
-from millstream.regions.merged_view import MergedViews
 from millstream.regions.state_cache import MergedStates
 
 LAKE = '[streams.shop.lake]\nformat = "iceberg"\nviews = ["current", "history", "merged"]\n'
