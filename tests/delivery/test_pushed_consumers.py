@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import re
 import shutil
@@ -24,6 +25,7 @@ from millstream.delivery.sinks import PushMessage
 from millstream.delivery.webhook_sink import WebhookSink
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
+from millstream.wal.files import RealFile
 
 SECRET = "whsec_" + base64.b64encode(bytes(24)).decode()
 SINK = '[streams.web.consumers.search.webhook]\nsecret = "{secret}"\nallow_private = true\nretry_min = "10ms"\n'
@@ -168,6 +170,32 @@ def test_a_delivery_that_a_bug_ended_begins_again(
         wait_settled(run, 50)
         assert set(ids(receiver)) == set(range(50))
         assert run.call("show")["error"] is None
+
+
+def test_a_consumer_that_is_made_on_a_full_disk_is_made_once(
+    deployment: Deployment, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full just after it was stored: it delivered, though no call knew it, on state that became unreadable."""
+    full, plain = [True], RealFile.pwrite
+
+    def write(file: RealFile, data: bytes | memoryview, position: int) -> None:
+        if full and b'["change","search",[["run"' in bytes(data):
+            full.clear()
+            raise OSError(errno.ENOSPC, "no space")
+        plain(file, data, position)
+
+    monkeypatch.setattr(RealFile, "pwrite", write)
+    with deployment.run(hook(receiver)) as run:
+        run.start()
+        assert not full
+        run.append("orders", 1, 2, 3)
+        wait_for(lambda: sorted(ids(receiver)) == [1, 2, 3], seconds=60)
+        assert run.call("show")["state"] == "active"
+        run.append("orders", 4)
+        wait_for(lambda: run.call("show")["acked"] == 4, seconds=60, what=lambda: run.call("show"))
+    assert sorted(ids(receiver)) == [1, 2, 3, 4]
+    with deployment.run(hook(receiver)) as again:
+        assert again.call("show")["acked"] == 4
 
 
 def test_a_sink_that_cannot_be_closed_keeps_no_state_open(

