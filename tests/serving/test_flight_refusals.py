@@ -21,6 +21,7 @@ from millstream.serving.flight.server import FlightServer
 from millstream.testing.errors import coded
 
 ROWS = pa.record_batch({"id": [1]})
+DEEP = b"[" * 50_000
 WHERE = fl.FlightDescriptor.for_path("web", "clicks")
 
 
@@ -55,6 +56,8 @@ CALLS: dict[str, Callable[[fl.FlightClient], object]] = {
     "an exchange with nothing to follow": lambda client: client.do_exchange(WHERE)[1].read_chunk(),
     "info of no table": lambda client: client.get_flight_info(fl.FlightDescriptor.for_command(b"{}")),
     "a ticket for nothing": lambda client: client.do_get(fl.Ticket(b"[]")).read_all(),
+    "a ticket that nests deeply": lambda client: client.do_get(fl.Ticket(DEEP)).read_all(),
+    "an action that nests deeply": lambda client: list(client.do_action(fl.Action(ACTION, DEEP))),
     "a handshake": lambda client: client.authenticate_basic_token("a", "b"),
 }
 

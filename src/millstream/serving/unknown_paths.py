@@ -19,6 +19,8 @@ _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _ALIKE: Final = 0.6
 _PART_ALIKE: Final = 0.5
 _SHOWN_MAX: Final = 200
+_COMPARED_MAX: Final = 100
+"""Characters of a path that is compared with the known ones: a caller without a token may send any number of them."""
 
 
 def check_parameters(said: Iterable[str], known: Collection[str]) -> None:
@@ -51,9 +53,10 @@ def unknown_path(path: str, templates: Iterable[str]) -> HttpError:
         templates: the known ones, with `{name}` for variable parts.
     """
     path = path[:_SHOWN_MAX]
-    nearest = max(templates, key=lambda template: _likeness(path, template), default="")
+    compared = templates if len(path) <= _COMPARED_MAX else ()
+    likeness, nearest = max(((_likeness(path, template), template) for template in compared), default=(0.0, ""))
     hint = None
-    if nearest and _likeness(path, nearest) >= _ALIKE:
+    if likeness >= _ALIKE:
         hint = f"Did you mean {nearest}? `/docs` shows all paths."
     return HttpError(f"there is no path {path}", code="unknown_path", hint=hint, path=path)
 
@@ -77,9 +80,20 @@ def _alike(path: str, template: str) -> float:
     if len(asked) == len(known):
         # Variable parts are as in the request.
         known = [mine if part.startswith("{") else part for mine, part in zip(asked, known, strict=True)]
-        if any(SequenceMatcher(None, *parts).ratio() < _PART_ALIKE for parts in zip(asked, known, strict=True)):
+        if not all(_ratio(*parts, _PART_ALIKE) for parts in zip(asked, known, strict=True)):
             return 0.0  # another action of the same thing
-    return SequenceMatcher(None, "/".join(asked), "/".join(known)).ratio()
+    return _ratio("/".join(asked), "/".join(known), _ALIKE)
+
+
+def _ratio(mine: str, known: str, least: float) -> float:
+    """Return how much two texts are alike; 0 if that is less than `least`, which is known much sooner."""
+    if mine == known:
+        return 1.0
+    matcher = SequenceMatcher(None, mine, known)
+    if matcher.real_quick_ratio() < least or matcher.quick_ratio() < least:
+        return 0.0
+    found = matcher.ratio()
+    return found if found >= least else 0.0
 
 
 def allowed_at(scope: Scope, routes: Iterable[BaseRoute]) -> str:

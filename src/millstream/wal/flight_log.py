@@ -53,7 +53,7 @@ class SegmentRequest:
         """Parse a ticket; None if it is of another kind. `UsageError` if it is malformed."""
         try:
             facts = json.loads(ticket)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         if not isinstance(facts, dict) or "ranges" not in facts:
             return None

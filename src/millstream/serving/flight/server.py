@@ -313,7 +313,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         try:
             asked = json.loads(action.body.to_pybytes())
             stream = str(asked["stream"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(f"a node's question that can't be read: {error!r}") from error
         self._check(self._shown(context), Right.ADMIN, stream)
         return iter([json.dumps(answer_node(self._home, asked)).encode()])
