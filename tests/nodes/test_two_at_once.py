@@ -16,7 +16,7 @@ from tests.app.gated import Gated
 from tests.nodes.nodes import STREAM, Node, eventually, free_port, nodes
 
 import millstream
-from millstream.errors import NodeNameTaken
+from millstream.errors import NodeNameTaken, NotEnoughReplicas
 from millstream.home.home import Home
 from millstream.leadership.node_roles import Roles
 from millstream.nodes.node_checks import examine_nodes
@@ -176,6 +176,33 @@ def test_of_two_homes_of_one_name_one_is_followed_by_its_leader_and_promised_to(
         assert sorted(fact.role for fact in roles) == [Role.FOLLOWS, Role.LEADS]
         (leads,) = [fact for fact in roles if fact.role is Role.LEADS]
         assert fact_of(c).claimant == leads.claimant
+
+
+def test_what_a_follower_has_of_a_copy_of_its_leader_counts_for_no_acknowledgement(tmp_path: Path) -> None:
+    """A leader's home was copied, and both led in turn: the original counted what the copy had written."""
+    with nodes(tmp_path, "ab", acks="durable(1)") as (a, b):
+        for node in (a, b):
+            node.start("serve")
+        b.start("follow", "a")
+        with millstream.open(a.home) as home:
+            home.append(STREAM, "orders", [{"id": 1}], deadline_s=100)
+        a.end("serve")
+        shutil.copytree(a.home, tmp_path / "copy", ignore=shutil.ignore_patterns("run", "*.log"))
+        original = tmp_path / "original"
+        a.home.rename(original)
+        (tmp_path / "copy").rename(a.home)
+        a.start("serve")
+        with millstream.open(a.home) as home:
+            home.append(STREAM, "orders", [{"id": 2}], deadline_s=100)
+        assert b.rows() == [1, 2]
+        a.end("serve")
+        shutil.rmtree(a.home)
+        original.rename(a.home)
+        a.start("serve")
+        with millstream.open(a.home) as home, pytest.raises(NotEnoughReplicas):
+            home.append(STREAM, "orders", [{"id": 3}], deadline_s=20)
+        assert a.rows() == [1], "readers see what b has"
+        eventually(lambda: "error[diverged]" in b.log("follow"), "b says why", a, b)
 
 
 def error_of_following(node: Node) -> str | None:

@@ -165,10 +165,34 @@ def test_a_cursor_moves_by_its_own_followers_acknowledgement_only():
     assert not of(leader_events.PersistCursor, led.sent(1, 50, 50))
     effects = led.acked(1, B, 5, 50)
     assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(B, Seq(5), at(50))]
+    assert led.counted() == {B: 5}
+    led.acked(2, C, 0, 0)
     assert led.counted() == {B: 5, C: 0}
     assert led.leader.holdings.group_reached(AckLevel.parse("durable(1)")) == 5
     assert led.leader.holdings.group_reached(AckLevel.parse("durable(2)")) == 0
     assert not led.step(leader_events.Acked(LinkId(9), ack(C, 5, 50))), "no such link"
+
+
+def test_a_follower_counts_once_it_has_compared_the_end_of_its_log():
+    """A home that leads was copied, and the original counted the groups that a follower had from the copy."""
+    led = Led()
+    led.step(leader_events.Durable(mark(5, 50)))
+    led.step(leader_events.Joined(LinkId(1), hello(B, at(50))))
+    led.sent(1, 50, 0, is_all=False)
+    (read,) = of(leader_events.ReadAndSend, led.acked(1, B, 5, 50))
+    assert (read.after, led.counted()) == (at(50), {})
+    led.sent(1, 50, 0)
+    led.acked(1, B, 5, 50)
+    assert led.counted() == {B: 5}
+    led.step(leader_events.LinkGone(LinkId(1), None))
+    led.step(leader_events.Durable(mark(6, 60)))
+    led.step(leader_events.Joined(LinkId(2), hello(B, at(60))))
+    led.sent(2, 60, 0, is_all=False)
+    led.acked(2, B, 6, 60)
+    assert led.counted() == {B: 5}
+    led.sent(2, 60, 0)
+    led.acked(2, B, 6, 60)
+    assert led.counted() == {B: 6}
 
 
 def test_a_follower_that_has_lost_what_it_had_counts_for_nothing_until_it_has_it_anew():
@@ -186,6 +210,7 @@ def test_a_follower_that_has_lost_what_it_had_counts_for_nothing_until_it_has_it
     led.sent(2, 10, 0)
     effects = led.acked(2, B, 1, 10)
     assert of(leader_events.PersistCursor, effects) == [leader_events.PersistCursor(B, Seq(1), at(10))]
+    led.acked(2, B, 1, 10)
     assert led.counted() == {B: 1}
 
 
@@ -194,6 +219,7 @@ def test_a_second_home_of_a_name_is_refused_while_the_first_one_is_there():
     led.step(leader_events.Durable(mark(5, 50)))
     one, other = (replace(hello(B), home=home) for home in ("1", "2"))
     led.step(leader_events.Joined(LinkId(1), one))
+    led.acked(1, B, 5, 50)
     led.sent(1, 50, 50)
     led.acked(1, B, 5, 50)
     (dropped,) = of(leader_events.DropLink, led.step(leader_events.Joined(LinkId(2), other)))

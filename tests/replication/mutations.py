@@ -62,7 +62,7 @@ class SharedPlaceLeader(Leader):
 class SharedPlace(World):
     """Retention drops what an absent follower lacks, since another follower has it."""
 
-    found_by = 4
+    found_by = 22
 
     leader_type = SharedPlaceLeader
 
@@ -129,7 +129,7 @@ class Uncompared(Promotion):
 class NotCompared(World):
     """A node is promoted that lacks writes which others have acknowledged."""
 
-    found_by = 10
+    found_by = 20
 
     promotion_type = Uncompared
 

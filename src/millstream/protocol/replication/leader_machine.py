@@ -8,7 +8,7 @@ Each follower has its own state here, and none waits for another:
     | Joined, of another home of that name | the same | it is refused: NodeNameTaken; the first home stays | the same |
     | Sent             | -                      | the next shipment may be sent | the same                     |
     | Rejoined            | -                      | Greet -> greeting       | Greet -> greeting                  |
-    | Acked            | -                      | -> shipping, at its position                                 | cursor up, window opens |
+    | Acked            | -                      | -> shipping, at its position; it counts for no level         | cursor up, window opens |
     | ReadFailed       | -                      | read again after a while, longer each time                   | the same |
     | LinkGone         | -                      | -> apart                | -> apart; its cursor is noted      |
     | Durable, Tick    | -                      | -                       | ReadAndSend, if there is anything  |
@@ -20,6 +20,8 @@ Rules, each held by a test, or a seed of the simulator, that fails without it:
   back with less than it had acknowledged counts for nothing until it has acknowledged again.
 - An acknowledgement counts for levels only once the follower has everything that the leader began with.
   Otherwise a group that a later leader lacks might count.
+- The answer to a greeting counts for nothing. The first shipment after it repeats the end of the follower's log, so
+  that the follower compares it. A copy of this home may have led it, and written other groups under the same numbers.
 - Every change is sent, however small: bytes, or marks alone, or what readers see alone, or a document alone. If nothing
   is new for a while, an empty shipment shows the follower that it is up to date.
 - Each follower has one read and send at a time, and no more bytes in flight than the window allows.
@@ -332,14 +334,17 @@ class Leader:
         if ack.promised != self.fact.promise.epoch:
             # Sent before it had promised this leader anything, or under a later promise: its Hello names the node.
             return []
+        is_of_greeting = follower.phase is LinkPhase.GREETING
         follower.phase, follower.heard_at = LinkPhase.SHIPPING, now_s
         follower.backoff.reset()
         while follower.under_way and is_covered(follower.under_way[0][0], ack.position):
             follower.under_way.popleft()
-        if follower.acked is not None and ack.group < follower.acked.group:
+        if follower.acked is not None and (is_of_greeting or ack.group < follower.acked.group):
             return []
         follower.acked = ack
-        effects = self._count(follower, ack.group if ack.group >= self.lineage.last.behind else None)
+        effects: list[events.Effect] = []
+        if not is_of_greeting:
+            effects += self._count(follower, ack.group if ack.group >= self.lineage.last.behind else None)
         if follower.noted_at is None or now_s >= follower.noted_at + self._options.cursor_every_s:
             effects += self._note(follower, ack)
             follower.noted_at = now_s
