@@ -38,11 +38,16 @@ def as_json(reasons: Sequence[Reason]) -> str:
 
 def as_header(reasons: str) -> str:
     """Return the list for a header: without its last entries if it is too long for one."""
-    found = json.loads(reasons)
-    while len(reasons) > _HEADER_MAX:
-        found.pop()
-        reasons = json.dumps(found)
-    return reasons
+    if len(reasons) <= _HEADER_MAX:
+        return reasons
+    kept: list[str] = []
+    left = _HEADER_MAX - len("[]")
+    for entry in map(json.dumps, json.loads(reasons)):
+        left -= len(entry) + len(", ") * bool(kept)
+        if left < 0:
+            break
+        kept.append(entry)
+    return f"[{', '.join(kept)}]"
 
 
 def with_reasons(schema: pa.Schema, reasons: Sequence[Reason]) -> pa.Schema:
