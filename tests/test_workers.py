@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from millstream.workers import Crew, Worker, call_in_thread, watching
+from millstream.wal.files import as_told
+from millstream.workers import Crew, Pool, Worker, call_in_thread, watching
 
 PATIENCE_S = 20.0
 
@@ -170,3 +171,23 @@ def test_a_crew_makes_so_many_calls_at_a_time_and_each_that_came_before_its_end(
             time.sleep(0.001)
     assert sorted(made) == [0, 1, 2, 3, 4]
     assert len(logs) == 5
+
+
+def test_a_lack_of_threads_is_told_as_the_systems_and_no_place_in_a_crew_is_lost(monkeypatch: pytest.MonkeyPatch):
+    """Python's error is one of our bugs by its class; it ended the threads that keep consumers' state, for ever."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    crew, pool = Crew("crew", 1), Pool(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        for start in (Worker("one", int).start, lambda: crew.submit(int), lambda: pool.submit(int)):
+            with pytest.raises(OSError, check=lambda error: as_told(error).code == "system_limit"):
+                start()
+    done = threading.Event()
+    crew.submit(done.set)
+    assert done.wait(PATIENCE_S)
+    assert pool.submit(int).result(PATIENCE_S) == 0
+    crew.close()
+    pool.shutdown()

@@ -5,19 +5,23 @@ No other module starts a thread (`scripts/house_rules.py`).
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Final, Self, TypeVar
+from typing import Final, ParamSpec, Self, TypeVar
 
 import structlog
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = structlog.get_logger("millstream")
+
+_NO_THREAD: Final = "can't start new thread"
 
 
 class Worker:
@@ -57,8 +61,9 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> Self:
-        """Start the thread; once only."""
-        self._thread.start()
+        """Start the thread; once only. Raises `OSError` (EAGAIN) if the system lets this process have no more threads."""
+        with _limited():
+            self._thread.start()
         return self
 
     def stop(self) -> None:
@@ -111,6 +116,26 @@ class Worker:
 
 
 @contextmanager
+def _limited() -> Iterator[None]:
+    """Raise what the system told, which passes, in place of Python's error, which would be taken for a bug."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) != _NO_THREAD:
+            raise
+        raise OSError(errno.EAGAIN, "no more threads can be started") from error
+
+
+class Pool(ThreadPoolExecutor):
+    """An executor whose `submit` fails as `Worker.start` does; the call may be made all the same."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `ThreadPoolExecutor`."""
+        with _limited():
+            return super().submit(fn, *args, **kwargs)
+
+
+@contextmanager
 def watching(
     name: str, every_s: float, look: Callable[[], bool], *, stop: threading.Event | None = None
 ) -> Iterator[threading.Event]:
@@ -152,8 +177,8 @@ class Crew:
             self._calls.put(call)
             self._unfinished += 1
             if self._unfinished > self._count < self._count_max:
-                self._count += 1
                 Worker(self._name, self._step).start()
+                self._count += 1
 
     def close(self) -> None:
         """Take no more calls; the threads end once the earlier ones are made. It doesn't wait for that."""

@@ -526,7 +526,7 @@ def test_a_lack_of_descriptors_is_an_error_of_its_code_and_passes(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(StreamReader, "persisted_upto", refused)
-    with pytest.raises(MillstreamError, check=coded("io_failed")):
+    with pytest.raises(MillstreamError, check=coded("system_limit")):
         consumer.take(10)
     assert consumer.running.error == "Too many open files"
     monkeypatch.setattr(StreamReader, "persisted_upto", position)

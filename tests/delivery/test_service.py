@@ -7,6 +7,7 @@ import errno
 import json
 import threading
 import time
+import types
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,15 @@ from typing import Any, cast
 import psutil
 import pyarrow as pa
 import pytest
+from structlog.testing import capture_logs
 from tests.app.homes import make_home, wait_for
 from tests.delivery.test_store import FailingDisk
 
 from millstream.app.open_home import OpenHome
 from millstream.catalog import TableState
-from millstream.delivery import wait_clock
+from millstream.delivery import repeated_warnings, wait_clock
 from millstream.delivery.consumer_store import LOG_NAME
+from millstream.delivery.repeated_warnings import RepeatedWarnings
 from millstream.delivery.running_consumer import Running
 from millstream.delivery.service import StreamConsumers
 from millstream.errors import CatalogError, CorruptWal, CursorExpired, DeliveryError, DiskFull, MillstreamError
@@ -33,6 +36,7 @@ from millstream.model.schema import Column, TableSchema
 from millstream.protocol.delivery import Message
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.wal.files import RealFile
+from millstream.workers import Worker
 from millstream.writers.home_consumers import ConsumerHolders, surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
@@ -393,3 +397,40 @@ def test_acknowledgements_are_durable_though_their_log_cannot_be_written_anew(
         wait_for(lambda: not store._is_dirty, seconds=15)
         monkeypatch.undo()
         consumers.close()
+
+
+@pytest.mark.usefixtures("opened")
+def test_consumers_that_could_not_begin_leave_no_thread_behind(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of theirs went on, with a store of its own on the same file."""
+    start = Worker.start
+
+    def refused(worker: Worker) -> Worker:
+        if worker.name == "consumers-watch":
+            raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    with home.open_catalog() as catalog:
+        with monkeypatch.context() as patched:
+            patched.setattr(Worker, "start", refused)
+            with pytest.raises(OSError, match="no more threads"):
+                StreamConsumers(surroundings(home, catalog, "web"))
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("consumers-")]
+        StreamConsumers(surroundings(home, catalog, "web")).close()
+
+
+def test_a_disk_that_stays_full_is_logged_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was logged eight times a second."""
+    now = [100.0]
+    monkeypatch.setattr(repeated_warnings, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    warnings = RepeatedWarnings(stream="web")
+    with capture_logs() as logs:
+        for _ in range(100):
+            warnings.warn("no room", DiskFull("full"))
+            warnings.warn("no room", DiskFull("full"), consumer="other")
+            now[0] += 0.25
+        warnings.warn("no room", CatalogError("away"))
+    assert [log.get("consumer", log["error"]) for log in logs] == ["full", "other", "away"]
+    now[0] += 30.0
+    with capture_logs() as logs:
+        warnings.warn("no room", DiskFull("full"))
+    assert [(log["stream"], log["error"]) for log in logs] == [("web", "full")]

@@ -88,7 +88,8 @@ class HttpConfig(Section):
         default=10_000,
         ge=1,
         description="Number of open connections, including idle ones and TLS handshakes, at most. Others get status "
-        "503; with TLS they are closed without an answer.",
+        "503; with TLS they are closed without an answer. They are never more than half of the files that a process may "
+        "have open (`ulimit -n`).",
     )
     request_timeout: Interval = Field(
         default="30s",

@@ -9,12 +9,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
-
-import structlog
 
 from millstream.delivery.backfill.backfill_control import Notes
 from millstream.delivery.backfill.row_writer import BackfillWriter, stored_backfill
@@ -24,6 +22,7 @@ from millstream.delivery.consumer_store import Letter, Store, Stored
 from millstream.delivery.definition import Definition
 from millstream.delivery.dependencies import Surroundings
 from millstream.delivery.push_source import Pushing
+from millstream.delivery.repeated_warnings import RepeatedWarnings
 from millstream.delivery.request_fields import (
     ALL_ROWS,
     AskedRows,
@@ -43,8 +42,6 @@ from millstream.model.positions import Seq
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, Phase, State, Status
 from millstream.wal.reader import StreamReader
 from millstream.workers import Worker, call_in_thread
-
-logger = structlog.get_logger("millstream.delivery")
 
 _SYNC_EVERY_S: Final = 0.25
 """How often what was noted is made durable: acknowledgements are within one second."""
@@ -82,6 +79,7 @@ class StreamConsumers:
             LogError …: the log can't be read.
         """
         self._around = around
+        self._warnings: Final = RepeatedWarnings(stream=around.stream)
         self._lock = threading.Lock()
         """Guards the set of consumers; taken before a consumer's lock."""
         self._storing = threading.Lock()
@@ -90,7 +88,6 @@ class StreamConsumers:
         self._store, stored = Store.open(around.folder)
         self._held: dict[str, int] = {}
         self._hold_at = 0.0
-        self._failures: list[str] = []
         """The errors that keep the state from being kept, as last logged."""
         self._wanted = threading.Event()
         """Set while a `receive` waits for the log to grow."""
@@ -100,21 +97,24 @@ class StreamConsumers:
         self._pushing: dict[str, Pushing] = {}
         """The consumers with a push sink, by name."""
         self._push_at_s = time.monotonic() + (0.0 if around.is_server else _PUSHES_AFTER_S)
-        try:
+        with ExitStack() as begun:  # if a step fails, none goes on: the next attempt has a store of its own
+            begun.callback(_quietly, self._store.close)
             self._begin_stored(stored)
-        except BaseException:
-            with suppress(MillstreamError):
-                self._store.close()
-            raise
-        self._writer = BackfillWriter(around.stream, around.open_reader, around.open_lake, self._all_running)
-        for name in self._file.definitions:
-            with suppress(MillstreamError):  # each call reports it
-                self._make_configured(name)
-        self._seen = Seq(0)
-        self._workers = [
-            Worker("consumers-sync", self._keep, every_s=_SYNC_EVERY_S).start(),
-            Worker("consumers-watch", self._watch).start(),
-        ]
+            self._writer = BackfillWriter(around.stream, around.open_reader, around.open_lake, self._all_running)
+            begun.callback(_quietly, self._writer.close)
+            for name in self._file.definitions:
+                with suppress(MillstreamError):  # each call reports it
+                    self._make_configured(name)
+            self._seen = Seq(0)
+            self._workers = [
+                Worker("consumers-sync", self._keep, every_s=_SYNC_EVERY_S),
+                Worker("consumers-watch", self._watch),
+            ]
+            for worker in self._workers:
+                begun.callback(worker.join)
+                begun.callback(worker.stop)
+                worker.start()
+            begun.pop_all()
         self._calls: Final[Mapping[str, Callable[[str, Any, Waiter], Answer]]] = {
             "show": self._show,
             "delete": self._delete,
@@ -491,17 +491,12 @@ class StreamConsumers:
 
     def _keep(self) -> bool:
         """Make everything durable that was noted, and move what the consumers hold of the log."""
-        failures = []
         # One after the other: the state may be kept though there is no room for a copy of it.
         for step in (self._keep_changes, self._keep_short):
             try:
                 step()
             except (MillstreamError, OSError) as error:
-                failures.append(str(error))
-        for failure in failures:
-            if failure not in self._failures:
-                logger.warning("the consumers' state can't be kept for now", stream=self._around.stream, error=failure)
-        self._failures = failures
+                self._warnings.warn("the consumers' state can't be kept for now", error)
         return True
 
     def _keep_changes(self) -> None:
@@ -530,12 +525,7 @@ class StreamConsumers:
                 try:
                     running.save()
                 except (MillstreamError, OSError) as error:
-                    logger.warning(
-                        "a consumer's state can't be kept for now",
-                        stream=self._around.stream,
-                        consumer=name,
-                        error=str(error),
-                    )
+                    self._warnings.warn("a consumer's state can't be kept for now", error, consumer=name)
                     continue
                 if not running.is_deleted and running.machine.phase is not Phase.CUT_OFF:
                     found[name] = running.machine.cursor
@@ -583,9 +573,14 @@ class StreamConsumers:
                 for running in list(self._running.values()):
                     running.wake()
         except (MillstreamError, OSError) as error:
-            logger.warning("the log can't be read for now", stream=self._around.stream, error=str(error))
+            self._warnings.warn("the log can't be read for now", error)
             time.sleep(_LOOK_S)
         self._wanted.clear()  # before the look: a call may begin to wait at any time
         if any(running.waiters for running in list(self._running.values())):
             self._wanted.set()
         return True
+
+
+def _quietly(close: Callable[[], None]) -> None:
+    with suppress(MillstreamError):
+        close()

@@ -87,6 +87,13 @@ class MillstreamError(Exception):
             "Check the operating system's log (`dmesg`) for the disk or the connection, repair it, and repeat the"
             " call.",
         ),
+        "system_limit": Code(
+            "The process has as many open files or threads as the system lets it have; details: path (None if unknown),"
+            " errno.",
+            Retry.BACKOFF,
+            "Raise the limit of open files (`ulimit -n`, systemd's LimitNOFILE) or of threads (`ulimit -u`, TasksMax), or"
+            " keep fewer connections open.",
+        ),
     }
     """Further codes that an error of this class may have."""
 

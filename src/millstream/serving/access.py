@@ -14,7 +14,6 @@ import binascii
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +24,7 @@ import structlog
 from millstream.errors import AccessError, MillstreamError, Unauthenticated
 from millstream.model.access import ALL_STREAMS, EVERYTHING, Right, Rights, is_secret, token_parts
 from millstream.serving.browser_sessions import Sessions, session_in
+from millstream.workers import Pool
 
 if TYPE_CHECKING:
     from millstream.catalog import AccessToken, Catalog
@@ -184,7 +184,7 @@ class Access:
     def __init__(self, book: TokenBook | None, clients: Mapping[str, str] | None = None) -> None:
         self._book = book
         self._clients = clients or {}
-        self._reads = ThreadPoolExecutor(1, thread_name_prefix="access")
+        self._reads = Pool(1, thread_name_prefix="access")
         self._sessions = Sessions()
 
     @classmethod

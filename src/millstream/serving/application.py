@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -30,6 +29,7 @@ from millstream.serving.row_requests import RowRequests, measured
 from millstream.serving.row_writes import ROWS_PATH, TABLES_PATH
 from millstream.serving.tail.endpoint import Tails
 from millstream.serving.unknown_paths import known_parameters
+from millstream.workers import Pool
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -77,7 +77,7 @@ class Application:
         self.consumers: Final = Consumers(home, self.intake)
         self.tails: Final = Tails(home)
         # A session waits for followers, for seconds: probes of health, on asyncio's threads, never wait behind it.
-        self._sessions = ThreadPoolExecutor(_SESSIONS_AT_ONCE, thread_name_prefix="sessions")
+        self._sessions = Pool(_SESSIONS_AT_ONCE, thread_name_prefix="sessions")
         self._parts = [make(self) for make in parts]
 
     def drains(self) -> None:

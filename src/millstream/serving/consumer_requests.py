@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -23,6 +22,7 @@ from millstream.serving.openapi import KEY
 from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT, headers_said, key_said
 from millstream.serving.row_writes import JSON_TYPE
+from millstream.workers import Pool
 from millstream.writers.home_consumers import HomeConsumers
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class Consumers:
         self._home = home
         self._intake = intake
         self.of_home: Final = HomeConsumers(home)
-        self._waiting = ThreadPoolExecutor(_WAITING_MAX, thread_name_prefix="receive")
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="consumers")
+        self._waiting = Pool(_WAITING_MAX, thread_name_prefix="receive")
+        self._threads = Pool(_AT_ONCE, thread_name_prefix="consumers")
         self._waiters: set[Waiter] = set()
         self.router: Final = APIRouter(prefix="/v1/streams/{stream}/consumers", tags=["consume"])
         self._add()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -42,6 +42,7 @@ from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, 
 from millstream.serving.requests import headers_said
 from millstream.serving.row_streams import as_stream, in_pieces
 from millstream.serving.row_writes import JSON_TYPE, media_type
+from millstream.workers import Pool
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -134,7 +135,7 @@ class Reading:
             home.queries_folder,
         )
         self._workers = QueryWorkers(home, self._bounds)
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="reading")
+        self._threads = Pool(_AT_ONCE, thread_name_prefix="reading")
         self.router: Final = APIRouter(prefix="/v1/streams", tags=["read"])
         self._add()
         self._add_query()
@@ -425,7 +426,7 @@ class _ConcurrencyLimit:
 class _Making:
     """An answer's parts, made on threads, one after the other."""
 
-    def __init__(self, parts: Iterator[bytes], threads: ThreadPoolExecutor, give_up: Callable[[], None]) -> None:
+    def __init__(self, parts: Iterator[bytes], threads: Pool, give_up: Callable[[], None]) -> None:
         self._parts = parts
         self._threads = threads
         self._give_up = give_up

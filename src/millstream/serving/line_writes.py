@@ -37,6 +37,7 @@ from millstream.serving.requests import (
     write_id_said,
 )
 from millstream.serving.row_writes import Writes
+from millstream.wal.files import as_told
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -90,6 +91,9 @@ class LineWrites:
             await self._fail(send, status_of(error), _spoken(error))
         except ClientGoneError:
             return
+        except OSError as error:
+            refusal = as_told(error)
+            await self._fail(send, status_of(refusal), _spoken(refusal))
         except Exception:  # our bug: the request must not look unanswered
             logger.exception("a request failed", path=scope["path"])
             await self._fail(send, HTTPStatus.INTERNAL_SERVER_ERROR, "this is a bug of the server's")

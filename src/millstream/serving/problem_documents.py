@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from millstream.errors import MillstreamError, Retry, UsageError
 from millstream.serving.unknown_paths import allowed_at, method_not_allowed, unknown_path
+from millstream.wal.files import as_told
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 1
@@ -163,6 +164,10 @@ def tell_problems(app: FastAPI) -> None:
     @app.exception_handler(MillstreamError)
     async def refused(_request: Request, error: MillstreamError) -> Response:
         return response_of(problem_of(error))
+
+    @app.exception_handler(OSError)
+    async def refused_by_the_system(_request: Request, error: OSError) -> Response:
+        return response_of(problem_of(as_told(error)))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:

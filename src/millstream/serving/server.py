@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import resource
 import shutil
 import socket
 from functools import partial
@@ -21,6 +20,7 @@ from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 from millstream.processes.control_socket import ControlServer
 from millstream.processes.listening import BACKLOG, listen
+from millstream.processes.open_files import raise_open_files
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock
 from millstream.serving.bind_check import check_protected
 from millstream.serving.request_bodies import alone
@@ -130,7 +130,7 @@ def serve_until_told(
         process: this process's part, if several share the port.
         answers: the socket on which other processes forward requests, if they do.
     """
-    _raise_open_files()
+    raise_open_files()
     # Objects that exist by now stay: collecting them repeatedly takes as long as a tenth of the
     # requests.
     gc.collect()
@@ -252,12 +252,12 @@ def _flight(home: Home, application: Application, shipping: Shipping | None) -> 
 
 
 def connection_bounds(home: Home) -> ConnectionBounds:
-    """Return the configured limits of each connection."""
+    """Return the configured limits of each connection; half of the files that may be open are left for the home's own."""
     from millstream.serving.connection_bounds import ConnectionBounds
 
     http = home.config.http
     return ConnectionBounds(
-        connections_max=http.connections_max,
+        connections_max=min(http.connections_max, max(1, raise_open_files() // 2)),
         request_s=duration_s(http.request_timeout),
         idle_s=duration_s(http.idle_timeout),
         unread_bytes_max=size_bytes(http.body_bytes_max),
@@ -275,11 +275,3 @@ def _clear(queries: Path) -> None:
     make_folder(queries)
     for left in queries.iterdir():
         shutil.rmtree(left, ignore_errors=True)
-
-
-def _raise_open_files() -> None:
-    """Raise the limit of open files to what the system allows: the default is commonly 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):  # macOS has another limit below the hard one
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

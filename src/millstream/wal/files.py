@@ -29,6 +29,8 @@ _WRONG_PATH: Final = frozenset(
     {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )
 """Error numbers of what is at a path, or isn't: the disk is well."""
+_LIMITS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN})
+"""Error numbers of a lack of descriptors, threads or processes, which passes."""
 _IOV_MAX: Final = 1024
 """Most buffers in one pwritev on Linux and macOS."""
 
@@ -50,8 +52,9 @@ def as_told(error: OSError) -> MillstreamError:
         return MillstreamError(message, code=code, path=os.fsdecode(path))
     number = None if error.errno is None else errno.errorcode.get(error.errno, error.errno)
     hint = "Check the path, or name another one." if error.errno in _WRONG_PATH else None
+    code = "system_limit" if error.errno in _LIMITS else "io_failed"
     return MillstreamError(
-        message, code="io_failed", hint=hint, path=None if path is None else os.fsdecode(path), errno=number
+        message, code=code, hint=hint, path=None if path is None else os.fsdecode(path), errno=number
     )
 
 

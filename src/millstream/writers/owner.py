@@ -38,11 +38,13 @@ from millstream.model.ids import StreamId
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 from millstream.processes.control_socket import ControlServer
+from millstream.processes.open_files import raise_open_files
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.regions.region_clocks import RegionClocks
 from millstream.regions.region_retention import expect_followers, merge_needs
 from millstream.regions.retention_folds import MergedFolds
 from millstream.regions.state_files import KeptVectors
+from millstream.wal.files import as_told
 from millstream.workers import Worker, watching
 from millstream.writers.allowed_writers import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 from millstream.writers.buffer_consumer import BufferTaking
@@ -150,8 +152,8 @@ class OwnedStream:
                 logger.warning("another node leads", stream=self.name, leader=roles.of(self.name).leader)
             except (ReadOnly, Fenced):
                 continue  # just now
-            except MillstreamError as error:
-                if not self._again(error, stop):
+            except (MillstreamError, OSError) as error:
+                if not self._again(as_told(error) if isinstance(error, OSError) else error, stop):
                     return
             finally:
                 self.writer = None
@@ -214,10 +216,11 @@ class OwnedStream:
         """
         try:
             self._clocks.hear(writer.log)
-        except MillstreamError as error:
-            if self._unheard != error.message:
-                logger.warning("a region isn't heard", stream=self.name, code=error.code, error=error.message)
-            self._unheard = error.message
+        except (MillstreamError, OSError) as error:
+            told = as_told(error) if isinstance(error, OSError) else error
+            if self._unheard != told.message:
+                logger.warning("a region isn't heard", stream=self.name, code=told.code, error=told.message)
+            self._unheard = told.message
         else:
             self._unheard = None
 
@@ -394,6 +397,7 @@ def run_owner(
         MillstreamError: a stream couldn't go on (the first one's error, after the others have ended).
     """
     home.check_names_stream()
+    raise_open_files()
     home.prepare()
     place_compiled_code(home)
     if home.config.writer.name is not None:

@@ -13,7 +13,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import structlog
@@ -30,6 +29,7 @@ from millstream.serving.access import Access, allow
 from millstream.serving.problem_documents import encoded, plain_problem, problem_of
 from millstream.serving.requests import ENDING, ClientStalledError
 from millstream.serving.tail.events import TailFilter, tail_events
+from millstream.workers import Pool
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -126,7 +126,7 @@ class Tail:
 class _StreamTails:
     """The tails of one stream."""
 
-    def __init__(self, home: Home, stream: str, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, home: Home, stream: str, threads: Pool) -> None:
         self._home = home
         self.stream: Final = stream
         self._threads = threads
@@ -228,7 +228,7 @@ class Tails:
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tails")
+        self._threads = Pool(_THREADS, thread_name_prefix="tails")
         self._streams: dict[str, _StreamTails] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self.router: Final = APIRouter(prefix="/v1/streams", tags=["read"])
