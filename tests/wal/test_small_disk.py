@@ -24,14 +24,18 @@ def run(*command: str, folder: Path) -> str:
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child")
 
 
-def on_a_disk_of_memory(folder: Path, size: int, module: str) -> str:
-    """Return the output of a module that runs with a disk of `size` bytes mounted on the folder, its one argument."""
+def on_a_disk_of_memory(folder: Path, size: int, module: str, *, inodes: int = 0) -> str:
+    """Return the output of a module that runs with a disk of `size` bytes mounted on the folder, its one argument.
+
+    `inodes`: how many the disk has; 0: as many as the system gives it.
+    """
     if (
         shutil.which("unshare") is None
         or subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode
     ):
         pytest.skip("this user may not have mounts of its own")
-    script = f'mount -t tmpfs -o size={size} tmpfs "$1" && exec "$2" -m {module} "$1"'
+    options = f"size={size},nr_inodes={inodes}" if inodes else f"size={size}"
+    script = f'mount -t tmpfs -o {options} tmpfs "$1" && exec "$2" -m {module} "$1"'
     return run(*UNSHARE, "sh", "-c", script, "sh", str(folder), sys.executable, folder=folder)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sqlite3
 import threading
 import time
@@ -24,6 +23,8 @@ from millstream.errors import CatalogError, DiskFull, MillstreamError
 from millstream.private_files import make_folder, open_private
 
 _BUSY_CODES: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY | (2 << 8)})
+_WITHOUT_SPACE: Final = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
+"""Errors by which SQLite reports a lack of space, and other things."""
 _PAGE_BYTES: Final = 1 << 16
 """Free space that SQLite needs to begin: its shared index is 32 KiB, and so is a folder's or journal's first part on
 some disks."""
@@ -153,9 +154,7 @@ class SqliteBackend:
         if isinstance(error, DBAPIError):
             error = error.orig or error
         code = getattr(error, "sqlite_errorcode", None)
-        if code == sqlite3.SQLITE_FULL or (
-            code is not None and code & 0xFF == sqlite3.SQLITE_IOERR and self._is_disk_full()
-        ):
+        if code == sqlite3.SQLITE_FULL or (code is not None and code & 0xFF in _WITHOUT_SPACE and self._is_disk_full()):
             return DiskFull(f"no space for {self.place}", file=self.place)
         if code in _BUSY_CODES or "locked" in str(error):
             return CatalogError(
@@ -170,9 +169,14 @@ class SqliteBackend:
         return CatalogError(f"{self.place}: {error}", hint=hint, file=self.place)
 
     def _is_disk_full(self) -> bool:
-        """Return whether the disk has no space for a page, which SQLite may report as an I/O error of its shared index."""
+        """Return whether the disk has no space for a page, or no inode for a file that SQLite has next to its own.
+
+        SQLite may report the first as an I/O error of its shared index, and the second as a file that can't be opened.
+        """
         try:
-            return shutil.disk_usage(self._path.parent).free < _PAGE_BYTES
+            disk = os.statvfs(self._path.parent)
+            has_no_inode = disk.f_files > 0 and disk.f_favail == 0  # some file systems count none
+            return has_no_inode or disk.f_bavail * disk.f_frsize < _PAGE_BYTES
         except OSError:
             return False
 

@@ -85,7 +85,7 @@ class DiskFull(LogError):
 
     code = "disk_full"
     retry = Retry.OPERATOR
-    default_hint = "Free space, or lower the retention limits; appends then resume."
+    default_hint = "Free space (or inodes: `df -i`), or lower the retention limits; appends then resume."
 
 
 class Overloaded(LogError):
