@@ -172,7 +172,7 @@ def _followed(home: Home, name: str, readers: dict[str, StreamReader], problems:
             reader = readers.setdefault(str(folder), StreamReader(str(folder)))
             found |= facts_of_log(reader)
             found["source"] |= {"configured": _has_source(home, name), "slot": _slot(home, name)}
-            found["log"] |= _log(home, name, problems)
+            found["log"] |= _log(home, None, name, problems)
     except (LogError, OSError) as error:
         readers.pop(str(folder), None)
         if not isinstance(error, LogError) or error.code != "log_empty":
@@ -200,7 +200,7 @@ def _stream(
     captured, landing = (capture or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
     # In this order: what has landed was durable before, also if both move between the two.
     landed = _landed(home, catalog, name, stream, problems)
-    durable = _durable(home, name, problems)
+    durable = _durable(home, catalog, name, problems)
     counted = backlog_counter(home, name, durable, backlogs, problems)
     writers = catalog.writers(stream)
     writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
@@ -256,7 +256,7 @@ def _stream(
         },
         "lake": {"state": lake_state(catalog, stream)},
         "ring": _ring(catalog, stream, problems),
-        "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
+        "log": _log(home, catalog, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": with_checks(
             tables_of(
                 catalog,
@@ -332,11 +332,11 @@ def _own_name(home: Home) -> str | None:
     return None
 
 
-def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:
+def _durable(home: Home, catalog: Catalog, name: str, problems: list[str]) -> Seq | None:
     from millstream.wal.reader import StreamReader
 
     try:
-        check_log(home, name)
+        check_log(home, name, catalog)
         return StreamReader(str(home.wal_folder(name))).persisted_upto()
     except (LogError, OSError) as error:
         problems.append(f"log of {name}: {error}")
@@ -366,12 +366,12 @@ def _landed(home: Home, catalog: Catalog, name: str, stream: StreamId, problems:
     return catalog.landed(stream, PIPELINE)
 
 
-def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
+def _log(home: Home, catalog: Catalog | None, name: str, problems: list[str]) -> dict[str, Any]:
     from millstream.wal.backlog import log_size
     from millstream.wal.reader import StreamReader
 
     try:
-        check_log(home, name)
+        check_log(home, name, catalog)
         segments, size = log_size(str(home.wal_folder(name)))
         first = int(StreamReader(str(home.wal_folder(name))).first_seq())
     except (LogError, OSError) as error:

@@ -77,6 +77,7 @@ class CatalogSnapshot(Catalog):
             rows = connection.execute(self._own_streams()).all()
             self._streams = sorted((stream_row(row) for row in rows), key=lambda stream: stream.name)
             self._epochs = {StreamId(UUID(row.id)): row.epoch for row in rows}
+            self._reserved = {StreamId(UUID(row.id)): Seq(row.reserved or 0) for row in rows}
             self._now_us = self._server_time_us(connection)
             own = self._own_streams().subquery()
             self._writers = _by_stream(connection, own, t.writers, t.writers.c.id)
@@ -147,6 +148,10 @@ class CatalogSnapshot(Catalog):
 
         entries = tuple(writer_entry(row) for row in self._writers.get(str(stream), ()))
         return with_newest_known(Ledger(Seq(0), Epoch(self._epochs[stream]), entries)), self._now_us
+
+    def reserved(self, stream: StreamId) -> Seq:
+        """Return the greatest number ever reserved for a stream."""
+        return self._reserved[stream]
 
     def all_sources(self, stream: StreamId) -> list[SourceRow]:
         """Return all sources of a stream's log, oldest first."""

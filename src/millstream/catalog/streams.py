@@ -159,6 +159,10 @@ class Streams(CatalogPart):
         """Return the stream's number reservations, as `ports.SeqReservations`."""
         return StreamReservations(self._database, stream)
 
+    def reserved(self, stream: StreamId) -> Seq:
+        """Return the greatest number ever reserved for a stream."""
+        return self.reservations(stream).reserved()
+
 
 def stream_row(row: Row[Any]) -> StreamRow:
     """Return a row of `streams` as a value."""

@@ -84,7 +84,7 @@ def part_errors(
     """
     parts: tuple[tuple[Part, dict[str, Any] | None], ...] = tuple(zip(("capture", "pipeline"), live, strict=True))
     found = {part: error for part, facts in parts if (error := trouble_of(home, catalog, name, part, facts))}
-    missing = find_missing_part(home, name)
+    missing = find_missing_part(home, name, catalog)
     return found if missing is None else found | {"log": missing.as_dict() | {"gave_up": True, "since": None}}
 
 
