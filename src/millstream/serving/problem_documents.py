@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millstream.errors import MillstreamError, Retry, UsageError
 from millstream.serving.unknown_paths import allowed_at, method_not_allowed, unknown_path
@@ -158,16 +159,35 @@ def response_of(document: Mapping[str, Any], headers: Mapping[str, str] | None =
     return Response(encoded(document), document["status"], {**(headers or {}), **said})
 
 
+class _SystemErrors:
+    """Answers an error of the operating system, unless an answer has begun: the connection's own errors come after that."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except OSError as error:
+            if has_begun:
+                raise
+            await response_of(problem_of(as_told(error)))(scope, receive, send)
+
+
 def tell_problems(app: FastAPI) -> None:
     """Make an application answer every error with a problem document."""
+    app.add_middleware(_SystemErrors)
 
     @app.exception_handler(MillstreamError)
     async def refused(_request: Request, error: MillstreamError) -> Response:
         return response_of(problem_of(error))
-
-    @app.exception_handler(OSError)
-    async def refused_by_the_system(_request: Request, error: OSError) -> Response:
-        return response_of(problem_of(as_told(error)))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:

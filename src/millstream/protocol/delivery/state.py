@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -114,7 +115,7 @@ class State:
         """
         return cls(cursor=cursor, upto=position_of(cursor, 1))
 
-    def apply(self, change: Change) -> None:  # noqa: C901, PLR0912, PLR0915 - one case for each kind of change
+    def apply(self, change: Change) -> None:  # noqa: C901, PLR0912 - one case for each kind of change
         """Apply a change that the machine made."""
         match change:
             case Delivered(run, answer, deadline, positions):
@@ -125,12 +126,7 @@ class State:
                 if is_unread:
                     self.unread.update(positions)
             case Returned(positions, failed, until):
-                for position in positions:
-                    self._fact(position).deadline = 0
-                for position in failed:
-                    fact = self._fact(position)
-                    fact.failures += not fact.has_failed
-                    fact.has_failed, fact.deadline, fact.not_before = True, 0, until
+                self._return(positions, failed, until)
             case Delayed(positions, until):
                 for position in positions:
                     self._fact(position).not_before = until
@@ -172,8 +168,7 @@ class State:
             case Started(run):
                 self.run = run
             case Timed(now):
-                self._set_back(self.time - now)
-                self.time = now
+                self._set_time(now)
 
     def _fact(self, position: int) -> Fact:
         fact = self.facts.get(position)
@@ -191,8 +186,17 @@ class State:
                 self.counters.redelivered += 1
             fact.run, fact.answer, fact.deadline, fact.not_before, fact.has_failed = run, answer, deadline, 0, False
 
-    def _set_back(self, by: int) -> None:
-        """Move all times back, as the clock was: what was left of each wait is left of it now."""
+    def _return(self, positions: Iterable[int], failed: Iterable[int], until: int) -> None:
+        for position in positions:
+            self._fact(position).deadline = 0
+        for position in failed:
+            fact = self._fact(position)
+            fact.failures += not fact.has_failed
+            fact.has_failed, fact.deadline, fact.not_before = True, 0, until
+
+    def _set_time(self, now: int) -> None:
+        """Note the time. If the clock was set back, move all times with it: what was left of each wait is left of it now."""
+        by, self.time = self.time - now, now
         if by > 0:
             for fact in self.facts.values():
                 fact.deadline = max(1, fact.deadline - by) if fact.deadline else 0
