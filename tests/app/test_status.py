@@ -26,7 +26,7 @@ from millstream.app.open_home import open_other
 from millstream.app.status import collect_status
 from millstream.app.table_requests import copy_table, retry_table
 from millstream.app.table_status import fold_failures_of, quarantine_of, tables_of
-from millstream.catalog import TableState
+from millstream.catalog import Catalog, TableState
 from millstream.catalog.pipeline_tables import LastFigures, QuarantinedTable, TableFigures
 from millstream.cli.main import cli
 from millstream.cli.status_and_tables import _consumer_row
@@ -136,8 +136,8 @@ def test_the_landed_position_is_never_ahead_of_the_durable_one(home: Home, monke
             _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
         return found
 
-    def all_landed(*_arguments: Any) -> Seq | None:
-        return durable(home, "shop", [])
+    def all_landed(home: Home, catalog: Catalog, *_arguments: Any) -> Seq | None:
+        return durable(home, catalog, "shop", [])
 
     monkeypatch.setattr(status_module, "_durable", durable_before_more)
     monkeypatch.setattr(status_module, "_landed", all_landed)
