@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -188,7 +189,7 @@ class MemoryLog:
             elif op == "x":
                 leave(rows, leaf)
             elif not schema.key:
-                change_bag(rows.setdefault(None, []), row, new)
+                rows.setdefault(None, Bag()).change(row, new)
             else:
                 key = tuple(row[name] for name in schema.key)
                 old = tuple(before.get(name, row[name]) for name in schema.key)
@@ -202,7 +203,9 @@ class MemoryLog:
                     rows.pop(old, None)
                 rows[key] = new
         for rows in state.values():
-            for held in rows.get(None, []) if None in rows else rows.values():
+            if None in rows:
+                rows[None] = rows[None].all()
+            for held in rows[None] if None in rows else rows.values():
                 del held[LEAF]
         return state
 
@@ -213,29 +216,58 @@ LEAF = PARTITION_OID.name
 def leave(rows: dict[Any, Any], leaf: int | None) -> None:
     """Remove the rows whose newest record names the leaf partition."""
     if None in rows:
-        rows[None] = [held for held in rows[None] if held[LEAF] != leaf]
+        rows[None].leave(leaf)
     else:
         for key in [key for key, held in rows.items() if held[LEAF] == leaf]:
             del rows[key]
 
 
-def change_bag(bag: list[dict[str, Any]], row: dict[str, Any], new: dict[str, Any]) -> None:
-    """Apply a record of a table without a key; its row is `new`."""
-    op, before = chr(row["__op"]), dict(row["__before"] or ())
-    if op == "d":
-        take_from(bag, new)
-    elif op == "u":
-        take_from(bag, before | {LEAF: new[LEAF]})
-        new = new | {name: before[name] for name in row["__unchanged"] or ()}
-    if op != "d":
-        bag.append(new)
+class Bag:
+    """The rows of a table without a key, in the order in which they came; a removed row is found by its values."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._places: dict[frozenset[tuple[str, Any]], list[int]] = {}
+        self._numbers = itertools.count()
+
+    def change(self, row: dict[str, Any], new: dict[str, Any]) -> None:
+        """Apply a record; its row is `new`."""
+        op, before = chr(row["__op"]), dict(row["__before"] or ())
+        if op == "d":
+            self._take(new)
+        elif op == "u":
+            self._take(before | {LEAF: new[LEAF]})
+            new = new | {name: before[name] for name in row["__unchanged"] or ()}
+        if op != "d":
+            place = next(self._numbers)
+            self._rows[place] = new
+            self._places.setdefault(_values(new), []).append(place)
+
+    def leave(self, leaf: int | None) -> None:
+        """Remove the rows of a leaf partition."""
+        for place in [place for place, held in self._rows.items() if held[LEAF] == leaf]:
+            self._remove(place)
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return all rows."""
+        return list(self._rows.values())
+
+    def _take(self, row: dict[str, Any]) -> None:
+        """Remove one of the equal rows, preferably one of the same leaf partition; columns that either lacks are null."""
+        places = self._places.get(_values(row)) or [
+            place
+            for place, held in self._rows.items()
+            if all(held.get(name) == value for name, value in row.items() if name != LEAF)
+        ]
+        self._remove(next((place for place in places if self._rows[place][LEAF] == row[LEAF]), places[0]))
+
+    def _remove(self, place: int) -> None:
+        self._places[_values(self._rows.pop(place))].remove(place)
 
 
-def take_from(bag: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """Remove one of the equal rows, preferably one of the same leaf partition."""
-    other = {name: value for name, value in row.items() if name != LEAF}
-    equal = [held for held in bag if {name: held.get(name) for name in other} == other]
-    bag.remove(next((held for held in equal if held[LEAF] == row[LEAF]), equal[0]))
+def _values(row: dict[str, Any]) -> frozenset[tuple[str, Any]]:
+    """Return the values that aren't null, by column."""
+    return frozenset((name, value) for name, value in row.items() if name != LEAF and value is not None)
 
 
 def as_texts(table: TableRows) -> list[dict[str, Any]]:

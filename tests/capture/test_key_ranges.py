@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.capture.copying.next_chunks import Range, cuts_among, part_count
+from millstream.capture.copying.key_ranges import Range, cuts_among, part_count
 
 
 def test_only_a_table_of_more_than_a_few_chunks_is_cut_a_range_for_each_worker() -> None:

@@ -12,9 +12,9 @@ import pytest
 from tests.app.homes import make_home
 
 from millstream.app.open_home import OpenHome
+from millstream.delivery.consumers_log_format import whole
 from millstream.delivery.follower_consumers import CopiedConsumers, adopt_consumers, packed
 from millstream.delivery.service import StreamConsumers
-from millstream.delivery.state_log import whole
 from millstream.errors import DeliveryError
 from millstream.home.home import Home
 from millstream.testing.errors import coded

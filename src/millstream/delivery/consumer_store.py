@@ -1,6 +1,6 @@
 """The durable state of a stream's consumers: a log of changes, and a key that signs the ids of deliveries.
 
-`consumers.log` has the format of `delivery.state_log`. A value is one entry:
+`consumers.log` has the format of `delivery.consumers_log_format`. A value is one entry:
 
 - `["create", name, facts]`: a consumer with its definition, its incarnation, its state and its dead letters' records.
 - `["change", name, changes, records]`: changes of its state, with the records of messages that died.
@@ -26,10 +26,10 @@ from typing import Any, Final
 import structlog
 
 from millstream.delivery.backfill.running_backfill import ENDED_MAX, Ended, StoredBackfill
+from millstream.delivery.consumers_log_format import MARK_AT, Contents, Entry, frame, log_of, mark, parse
 from millstream.delivery.definition import Definition, selection_of
 from millstream.delivery.records.record_messages import record_of
 from millstream.delivery.records.record_reader import Earlier
-from millstream.delivery.state_log import MARK_AT, Contents, Entry, frame, log_of, mark, parse
 from millstream.errors import DeliveryError, WriterClosed
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.delivery import Change, Died, Dropped, Message, Rewound, State, decode, encode

@@ -18,10 +18,10 @@ import structlog
 
 from millstream.delivery.consumer_lookup import unknown_consumer
 from millstream.delivery.consumer_store import KEY_BYTES, LOG_NAME, Stored, put_consumers, read_consumers
+from millstream.delivery.consumers_log_format import log_of
 from millstream.delivery.request_fields import page
 from millstream.delivery.running_consumer import Running
 from millstream.delivery.service import Answer
-from millstream.delivery.state_log import log_of
 from millstream.delivery.wait_clock import now_ms
 from millstream.errors import DeliveryError
 from millstream.model.ids import StreamId

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millstream.delivery.consumer_store import LOG_NAME, read_consumers, valid_consumers
-from millstream.delivery.state_log import HEAD_BYTES, MAGIC, entries_behind, mark, parse
+from millstream.delivery.consumers_log_format import HEAD_BYTES, MAGIC, entries_behind, mark, parse
 from millstream.errors import DeliveryError
 from millstream.private_files import replace_file
 from millstream.wal.files import as_told

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.delivery.consumer_store import KEY_NAME, LOG_NAME
+from millstream.delivery.consumers_log_format import whole
 from millstream.delivery.follower_consumers import adopt_consumers, packed
-from millstream.delivery.state_log import whole
 from millstream.errors import CatalogError
 from millstream.model.replication import Document
 from millstream.nodes.catalog_document import later_version

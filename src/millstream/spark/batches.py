@@ -10,9 +10,9 @@ The order, and why a crash after any step neither repeats nor loses anything:
 5. The catalog records from where the log is needed: from this batch's start on. The lake's newest commits may
    not survive a power loss, because delta-rs doesn't sync them.
 
-A table that fails again and again (`ATTEMPTS_MAX`) is quarantined, durably, before the cut that leaves it out. No later batch is appended to it, so it
+A table that fails again and again (`quarantine.ATTEMPTS_MAX`) is quarantined, durably, before the cut that leaves it out. No later batch is appended to it, so it
 can never get a gap, and the log keeps what it lacks. A lake that can't be reached is
-waited for (`LAKE_PATIENCE_S`). If the lake fails, the run ends (`quarantine.failure_of_lake`).
+waited for (`unreachable_lake.LAKE_PATIENCE_S`). If the lake fails, the run ends (`quarantine.failure_of_lake`).
 """
 
 from __future__ import annotations
@@ -41,15 +41,12 @@ from millstream.spark.executor_tasks import Around, TableError
 from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.pipeline_tables import PipelineTables, written_us
-from millstream.spark.quarantine import failure_of_lake
-from millstream.spark.unreachable_lake import LAKE_PATIENCE_S, pauses
+from millstream.spark.quarantine import failure_of_lake, gives_up
+from millstream.spark.unreachable_lake import pauses
 from millstream.wal.reader import StreamReader
 
-ATTEMPTS_MAX: Final = 4
-"""Number of attempts to write a table in one batch, if its error may be temporary and the lake can be reached."""
 _LOCK_S: Final = 1.0
 """How long a retry of a quarantined table waits for the batch that lands."""
-_GONE: Final = frozenset({LakeUnavailable.code, "catalog_unreachable", "lake_bucket_missing"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +182,8 @@ class BatchLander:
         while failing := frozenset(
             table_id for table_id, error in landed.errors.items() if may_pass(error.code, error.retry)
         ):
-            is_lake_gone = any(landed.errors[table_id].code in _GONE for table_id in failing)
-            is_over = (
-                self.clock() - began_s >= LAKE_PATIENCE_S if is_lake_gone else backoff.attempts + 1 >= ATTEMPTS_MAX
-            )
-            if is_over:
+            errors = [landed.errors[table_id] for table_id in failing]
+            if gives_up(errors, attempts=backoff.attempts + 1, failing_s=self.clock() - began_s):
                 break
             # Reported at once: a temporary fault, such as a full disk, may also last.
             self._try_again({self._name(table_id): landed.errors[table_id].message for table_id in failing})

@@ -8,7 +8,7 @@ tables that can't be captured.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from millstream.catalog import Catalog
@@ -19,7 +19,10 @@ from millstream.model.positions import Seq
 from millstream.protocol.retention import HolderKind
 from millstream.spark.executor_tasks import TableError
 from millstream.spark.pipeline import PipelineConfig
+from millstream.spark.unreachable_lake import LAKE_PATIENCE_S
 
+ATTEMPTS_MAX: Final = 4
+"""Number of attempts to write a table in one batch, if its error may be temporary and the lake can be reached."""
 RETRY_S_MIN: Final = 30.0
 RETRY_S_MAX: Final = 600.0
 """The first and the maximum pause before a quarantined table is retried. A person's repair takes minutes, and each
@@ -27,6 +30,7 @@ attempt reads up to a batch of the log."""
 _REFUSED: Final = frozenset({"lake_credentials", "lake_bucket_missing", "lake_tls_differs"})
 """Refusals of an object store that are the same for all tables."""
 _LAKE: Final = frozenset({LakeUnavailable.code, *LakeUnavailable.codes})
+_GONE: Final = frozenset({LakeUnavailable.code, "catalog_unreachable", "lake_bucket_missing"})
 
 
 def failure_of_lake(errors: Sequence[TableError], *, landed_tables: int) -> MillstreamError | None:
@@ -46,6 +50,12 @@ def failure_of_lake(errors: Sequence[TableError], *, landed_tables: int) -> Mill
     if error.code in _LAKE:
         return LakeUnavailable(message, code=error.code, hint=error.hint)
     return EngineError(message, hint=error.hint, cause=error.code)
+
+
+def gives_up(errors: Iterable[TableError], *, attempts: int, failing_s: float) -> bool:
+    """Return whether a batch doesn't try again to write the tables that fail with these errors."""
+    is_lake_gone = any(error.code in _GONE for error in errors)
+    return failing_s >= LAKE_PATIENCE_S if is_lake_gone else attempts >= ATTEMPTS_MAX
 
 
 class Quarantine:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import structlog
 
 from millstream.capture.copying.copy_progress import fresh_copy_id
-from millstream.capture.copying.next_chunks import Range
+from millstream.capture.copying.key_ranges import Range
 from millstream.capture.source_tables import PartitionFacts, SourceTable
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.model.human_text import human_bytes

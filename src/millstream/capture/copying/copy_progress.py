@@ -11,7 +11,7 @@ from typing import Any, Final
 from millstream.capture.config import CHUNK_ROWS
 from millstream.capture.copying.chunk_sizes import ChunkSizes
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.next_chunks import FIRST_KEYS_RANGE, KEYS_MAX, OpenChunk, Range
+from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, KEYS_MAX, OpenChunk, Range
 from millstream.capture.source_tables import SourceTable
 from millstream.catalog import COPY_HELD, CopyChunk, TableRow
 from millstream.model.ids import TableId

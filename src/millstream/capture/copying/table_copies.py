@@ -28,7 +28,7 @@ from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.copy_progress import Copy, Stage
 from millstream.capture.copying.copy_text import CopiedRows, chunk_operation
 from millstream.capture.copying.copy_threads import ChunkWorkers, Work
-from millstream.capture.copying.next_chunks import FIRST_KEYS_RANGE, OpenChunk, Range, cuts_among, part_count
+from millstream.capture.copying.key_ranges import FIRST_KEYS_RANGE, OpenChunk, Range, cuts_among, part_count
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbySnapshots, reader_on
 from millstream.capture.copying.throttle import ROOM_WAIT_S, CopyRate, OpenBytes

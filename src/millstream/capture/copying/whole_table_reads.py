@@ -31,7 +31,7 @@ from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.copy_output import CopyText
 from millstream.capture.copying.copy_progress import Copy
 from millstream.capture.copying.copy_text import read_copied
-from millstream.capture.copying.next_chunks import OpenChunk, Range
+from millstream.capture.copying.key_ranges import OpenChunk, Range
 from millstream.capture.copying.source_snapshot import SourceSnapshot
 from millstream.capture.copying.throttle import CopyRate
 from millstream.capture.stream.barrier import StreamBarrier

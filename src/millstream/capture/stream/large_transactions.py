@@ -68,8 +68,9 @@ class _Streamed:
 class LargeTransactions:
     """The open large transactions of one connection. One thread uses them."""
 
-    def __init__(self, spill: SpillFolder, put: Callable[[LargeItem], None]) -> None:
+    def __init__(self, spill: SpillFolder, put: Callable[[LargeItem], None], *, memory_bytes_max: int) -> None:
         self._spill = spill
+        self._memory_bytes_max = memory_bytes_max
         self._put = put
         self._streamed: dict[int, _Streamed] = {}
         self._block: _Streamed | None = None
@@ -136,6 +137,10 @@ class LargeTransactions:
             self._abort_streamed(message)
             return None
         raise ProtocolViolation(f"unexpected message {chr(kind)!r} outside of a streamed block")
+
+    def is_too_large(self, received_bytes: int) -> bool:
+        """Return whether a transaction that comes in one piece, and has so many bytes by now, goes into a file."""
+        return received_bytes > self._memory_bytes_max
 
     def begin_whole(self, received: Sequence[MessageRun]) -> None:
         """Move the transaction that is being received from memory to a file.

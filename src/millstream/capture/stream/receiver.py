@@ -93,7 +93,7 @@ class Receiver:
     ) -> None:
         self._wire = wire
         self._rules: RuleMessages | None = None
-        self._large = LargeTransactions(spill, self._put)
+        self._large = LargeTransactions(spill, self._put, memory_bytes_max=buffer_bytes_max)
         self._buffer_bytes_max = buffer_bytes_max
         self._run_bytes_max = run_bytes_max
         self._status_s = status_s
@@ -312,7 +312,7 @@ class Receiver:
             if self._whole_bytes >= self._run_bytes_max:
                 self._hand_over()
             self._keep_open(block.between(ends + 1, end))
-        if self._open_bytes > self._buffer_bytes_max:
+        if self._large.is_too_large(self._open_bytes):
             self._hand_over()
             self._large.begin_whole(self._open)
             self._open, self._open_bytes = [], 0
