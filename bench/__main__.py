@@ -22,6 +22,7 @@ from bench import (  # noqa: F401 - they register their figures
     http,
     kafka_topics,
     lake,
+    landing,
     latency,
     line_protocol,
     log_costs,

@@ -79,7 +79,7 @@ def _loaded_rows_s(server: EmbeddedPostgres, path: Path, rows: int, costs: list[
     try:
         took_s, cost = run_watched(home.command("run", "--until-caught-up"), rows)
         costs.append(cost)
-        _check_count(home.path / "lake" / "bench" / "current" / f"public.{TABLE}", rows)
+        check_count(home.path / "lake" / "bench" / "current" / f"public.{TABLE}", rows)
         return rows / took_s
     finally:
         home.forget(server)
@@ -107,7 +107,7 @@ def _appended_rows_s(server: EmbeddedPostgres, path: Path, rows: int) -> float:
             if held:
                 _append(path, held, reading, converting)
         took_s = time.perf_counter() - began_at
-        _check_count(path, rows)
+        check_count(path, rows)
         return rows / took_s
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -120,7 +120,8 @@ def _append(
     write_deltalake(str(path), csv.read_csv(text, read_options=reading, convert_options=converting), mode="append")
 
 
-def _check_count(path: Path, rows: int) -> None:
+def check_count(path: Path, rows: int) -> None:
+    """Raise AssertionError if a Delta table hasn't so many rows."""
     found = sum(pa.table(DeltaTable(str(path)).get_add_actions()).column("num_records").to_pylist())
     if found != rows:
         raise AssertionError(f"{path} has {found} rows, the source {rows}")

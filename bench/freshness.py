@@ -25,6 +25,7 @@ import millstream
 from bench.costs import Cost, CostWatch, cost_figures, cost_names
 from bench.figures import RUNS, Figure, asked, measures, reported, say
 from bench.homes import Home, make_home, wait_for
+from bench.landing import oldest_ages_s
 from bench.latency import RATE, MarkWatcher, paced
 from bench.load import CLIENTS, Load, percentiles_of_windows
 from bench.places import as_installed, folder
@@ -70,12 +71,8 @@ class Observed:
 
     def fold_lags_s(self) -> list[float]:
         """Return the age of the oldest record that `current` lacked, at each look."""
-        lags = []
-        for look in self.looks:
-            first = int(np.searchsorted(self.upto, look.n, side="right"))
-            seen_ns = int(self.durable_ns[first]) if first < len(self.upto) else look.at_ns
-            lags.append(max(0.0, (look.at_ns - seen_ns) / 1e9))
-        return lags
+        looks = np.array([(look.at_ns, look.n) for look in self.looks], np.int64).reshape(-1, 2)
+        return oldest_ages_s(looks, self.upto, self.durable_ns)
 
 
 def observe(rows: int, *, seconds: int, view: View, lake: str = "") -> Observed:
