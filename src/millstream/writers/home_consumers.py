@@ -302,7 +302,13 @@ class _Owner:
             self._opened = opened.pop_all()
 
     def of(self, stream: str) -> StreamConsumers:
-        """Return the consumers of a stream; `WriterClosed` once this process gives them up."""
+        """Return the consumers of a stream.
+
+        Raises:
+            WriterClosed: this process gives them up.
+            DeliveryError (`consumer_state_missing`): the log is held for consumers whose state isn't there.
+            DeliveryError …: as `StreamConsumers`.
+        """
         with self._lock:
             if self._is_closed:
                 raise WriterClosed("this process has given the consumers up")
@@ -312,11 +318,12 @@ class _Owner:
                 self._close(stream)  # a promotion has replaced the state
                 found = None
             if found is None:
-                found = (
-                    promise,
-                    StreamConsumers(surroundings(self._home, self._catalog, stream, is_server=self._is_server)),
-                )
-                self._streams[stream] = found
+                around = surroundings(self._home, self._catalog, stream, is_server=self._is_server)
+                holders = [position.name for position in self._catalog.pipelines(around.stream_id)]
+                missing = find_missing_state(self._home, stream, holders)
+                if missing is not None:  # else those of the file would begin again at their `start`, unnoticed
+                    raise missing
+                found = self._streams[stream] = promise, StreamConsumers(around)
             return found[1]
 
     def _follow_roles(self) -> bool:
@@ -381,6 +388,10 @@ class ConsumerHolders:
         for name, cursor in cursors.items():
             if not known.get(name, False):
                 self.hold(name, Seq(cursor + 1))
+
+    def names(self) -> list[str]:
+        """Return the consumers that hold the log, or were cut off."""
+        return sorted(self._known())
 
     def _known(self) -> dict[str, bool]:
         """Return the consumers that hold the log, and whether each was cut off."""
