@@ -359,6 +359,19 @@ def test_records_behind_a_message_in_flight_cost_bounded_memory(home: Home) -> N
         again.close()
 
 
+def test_an_answer_is_missing_nothing_that_was_written_before_its_request(home: Home) -> None:
+    """Each second answer was empty: the reading that an earlier request had begun ended before the new record."""
+    with OpenHome(home) as opened, home.open_catalog() as catalog:
+        opened.append("web", "orders", {"id": 0})
+        consumers = StreamConsumers(surroundings(home, catalog, "web"))
+        consumers.call("create", None, {"name": "search", "start": "earliest"})
+        for n in range(1, 6):
+            (message,) = consumers.call("receive", "search", {"batch_size": 1}).body["messages"]
+            consumers.call("ack", "search", {"ack_ids": [message["ack_id"]]})
+            opened.append("web", "orders", {"id": n})
+        consumers.close()
+
+
 def test_a_consumer_whose_records_cannot_be_read_holds_no_other(
     home: Home, opened: OpenHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,9 +266,9 @@ class Running:
             while machine.wants(count):
                 step = self._records.read(machine.read_upto)
                 if step is None:
+                    if machine.read_upto < self.reader.persisted_upto():
+                        continue  # what was read ended where the log did when that began
                     if isinstance(machine, LatestConsumer):
-                        if machine.read_upto < self.reader.persisted_upto():
-                            continue  # what was read ended where the log did when that began
                         machine.read_to(machine.read_upto)
                     break
                 machine.offer(step.messages, step.upto)
