@@ -372,6 +372,35 @@ def test_an_answer_is_missing_nothing_that_was_written_before_its_request(home: 
         consumers.close()
 
 
+def test_a_consumer_that_reads_no_further_behind_a_failed_message_says_so(home: Home) -> None:
+    """It delivered nothing to any group, and `error` was null."""
+    with OpenHome(home) as opened, home.open_catalog() as catalog:
+        opened.append("web", "events", [{"n": n} for n in range(6)])  # without a key: one group
+        consumers = StreamConsumers(surroundings(home, catalog, "web"))
+        consumers.call("create", None, {"name": "slow", "start": "earliest"})
+        machine = consumers._running["slow"].machine
+        machine.limits = replace(machine.limits, unsettled_max=4)
+
+        def receive(count: int) -> list[dict[str, Any]]:
+            body = {"batch_size": count}
+            return cast("list[dict[str, Any]]", consumers.call("receive", "slow", body).body["messages"])
+
+        def error() -> str | None:
+            return cast("str | None", consumers.call("show", "slow", {}).body["error"])
+
+        (failing,) = receive(1)
+        assert (receive(1), error()) == ([], None)
+        consumers.call("nack", "slow", {"ack_ids": [failing["ack_id"]], "delay_ms": 86_400_000})
+        opened.append("web", "orders", {"id": 1})
+        assert (receive(1), error()) == ([], "it reads no further until some of its 6 unsettled messages are settled")
+        consumers.call("ack", "slow", {"ack_ids": [failing["ack_id"]]})
+        rest = receive(10)
+        assert (len(rest), error()) == (5, None)
+        consumers.call("ack", "slow", {"ack_ids": [message["ack_id"] for message in rest]})
+        assert len(receive(10)) == 1
+        consumers.close()
+
+
 def test_a_consumer_whose_records_cannot_be_read_holds_no_other(
     home: Home, opened: OpenHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -499,6 +499,8 @@ class Running:
         self._hold_quarantined()
         self.save()
         counters, of_rows = machine.counters, self.backfills.counters
+        stopped = f"it reads no further until some of its {machine.unsettled:,} unsettled messages are settled"
+        reasons = [self._trouble(), stopped if machine.is_stopped else None]
         return {
             **self.shown_definition(),
             "state": str(machine.phase),
@@ -509,7 +511,7 @@ class Running:
             "acked": counters.acked + of_rows.acked,
             "lag": self._lag(),
             "backfill": self.backfills.shown(),
-            "error": self._trouble(),
+            "error": "; ".join(filter(None, reasons)) or None,
         }
 
     def _lag(self) -> dict[str, Any]:
