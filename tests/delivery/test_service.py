@@ -85,6 +85,19 @@ def test_a_consumer_holds_the_log_from_its_cursor_on(home: Home, opened: OpenHom
 
 
 @pytest.mark.usefixtures("opened")
+def test_a_hold_that_a_killed_call_left_behind_ends_when_the_consumers_begin(home: Home) -> None:
+    """It held the log until `retention_bytes_max`, and no call could release it."""
+    with home.open_catalog() as catalog:
+        around = surroundings(home, catalog, "web")
+        with contextlib.closing(StreamConsumers(around)) as consumers:
+            consumers.call("create", None, {"name": "kept", "start": "earliest"})
+        around.holding.hold("half", Seq(1))  # a call's first step
+        assert holders(home) == {"consumer:half": 1, "consumer:kept": 1}
+        with contextlib.closing(StreamConsumers(around)):
+            assert holders(home) == {"consumer:kept": 1}
+
+
+@pytest.mark.usefixtures("opened")
 def test_a_clock_that_is_set_back_prolongs_no_wait(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that wasn't acknowledged came again only once the clock showed again what it had shown."""
     with home.open_catalog() as catalog, contextlib.closing(StreamConsumers(surroundings(home, catalog, "web"))) as one:

@@ -64,7 +64,7 @@ def lost_state(home: Home, name: str, *, forget: bool) -> Damage | None:
         if missing is None:
             return None
         holders = ConsumerHolders(catalog, stream)
-        lost = tuple(holders.names())
+        lost = tuple(sorted(holders.names()))
         if forget:
             holders.replace({})
         return Damage(str(missing.details["file"]), 0, 0, 0, (), lost)

@@ -375,6 +375,10 @@ class ConsumerHolders:
         """Hold nothing for a consumer."""
         self._catalog.release(self._stream, _PREFIX + consumer)
 
+    def names(self) -> set[str]:
+        """Return the consumers that hold the log, or were cut off."""
+        return set(self._known())
+
     def cut_off(self) -> set[str]:
         """Return the consumers that were cut off."""
         return {name for name, is_cut_off in self._known().items() if is_cut_off}
@@ -388,10 +392,6 @@ class ConsumerHolders:
         for name, cursor in cursors.items():
             if not known.get(name, False):
                 self.hold(name, Seq(cursor + 1))
-
-    def names(self) -> list[str]:
-        """Return the consumers that hold the log, or were cut off."""
-        return sorted(self._known())
 
     def _known(self) -> dict[str, bool]:
         """Return the consumers that hold the log, and whether each was cut off."""
