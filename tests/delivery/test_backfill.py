@@ -178,6 +178,7 @@ def test_bad_requests_change_nothing(opened: OpenHome) -> None:
         {"tables": ["a.b.c.d"]},
         {"where": "id ="},
         {"where": "size > 1"},
+        {"where": "total = 'much'"},  # every row passed
     ):
         with pytest.raises(InvalidValue):
             consumers.backfill("search", **wrong)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.app.homes import make_home, wait_for
+from tests.app.homes import done, make_home, run, wait_for
 
 from millstream.administration.consumer_checks import check_consumer_state, has_consumers
 from millstream.app.open_home import OpenHome
@@ -98,3 +98,36 @@ def test_doctor_and_status_tell_that_the_state_of_consumers_is_gone(home: Home) 
         assert problem.startswith("consumers of web: the consumers' state in ")
         (home.data / "moved").rename(home.data / "delivery")
         assert collect_status(home)["problems"] == []
+
+
+def test_a_process_that_starts_without_the_state_makes_no_consumer_until_the_loss_is_accepted(tmp_path: Path) -> None:
+    """Regression: those of millstream.toml began again at `latest`, and nothing told of the records between."""
+    home = Home(make_home(tmp_path / "home", "[streams.web]\n[streams.web.consumers.search]\n"))
+    with OpenHome(home) as opened:
+        assert opened.consumers("web").get("search")["acked"] == 0
+        opened.append("web", "orders", [{"id": n} for n in range(3)])
+        with opened.consume("web", "search", batch_size=1) as messages:
+            next(messages)
+        opened.consumers("web").create("other")
+    delivery, moved = home.data / "delivery", home.data / "moved"
+    delivery.rename(moved)
+    with OpenHome(home) as opened:
+        for call in (lambda: opened.consumers("web").get("search"), lambda: opened.consumers("web").create("more")):
+            with MISSING:
+                call()
+        assert not delivery.exists()
+        moved.rename(delivery)
+        with opened.consume("web", "search", wait_s=0) as messages:
+            assert [message.record["row"]["id"] for message in messages] == [1, 2]
+    delivery.rename(moved)
+    told = run(home.path, "consumer", "repair")
+    assert (told.returncode, "would be lost: other, search, whose state in " in told.stdout) == (3, True), told
+    with OpenHome(home) as opened, MISSING:
+        opened.consumers("web").list()
+    assert json.loads(done(home.path, "consumer", "repair", "--accept-loss", "--json"))["damage"]["touched"] == [
+        "other",
+        "search",
+    ]
+    with OpenHome(home) as opened:
+        assert [one["name"] for one in opened.consumers("web").list()] == ["search"]
+    assert done(home.path, "consumer", "repair").strip() == "nothing is damaged"

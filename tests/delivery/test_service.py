@@ -85,6 +85,19 @@ def test_a_consumer_holds_the_log_from_its_cursor_on(home: Home, opened: OpenHom
 
 
 @pytest.mark.usefixtures("opened")
+def test_a_hold_that_a_killed_call_left_behind_ends_when_the_consumers_begin(home: Home) -> None:
+    """It held the log until `retention_bytes_max`, and no call could release it."""
+    with home.open_catalog() as catalog:
+        around = surroundings(home, catalog, "web")
+        with contextlib.closing(StreamConsumers(around)) as consumers:
+            consumers.call("create", None, {"name": "kept", "start": "earliest"})
+        around.holding.hold("half", Seq(1))  # a call's first step
+        assert holders(home) == {"consumer:half": 1, "consumer:kept": 1}
+        with contextlib.closing(StreamConsumers(around)):
+            assert holders(home) == {"consumer:kept": 1}
+
+
+@pytest.mark.usefixtures("opened")
 def test_a_clock_that_is_set_back_prolongs_no_wait(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that wasn't acknowledged came again only once the clock showed again what it had shown."""
     with home.open_catalog() as catalog, contextlib.closing(StreamConsumers(surroundings(home, catalog, "web"))) as one:
@@ -357,6 +370,48 @@ def test_records_behind_a_message_in_flight_cost_bounded_memory(home: Home) -> N
         (letter,) = again.call("dead", "slow", {}).body["dead"]
         assert row_of(letter) == rows[500]
         again.close()
+
+
+def test_an_answer_is_missing_nothing_that_was_written_before_its_request(home: Home) -> None:
+    """Each second answer was empty: the reading that an earlier request had begun ended before the new record."""
+    with OpenHome(home) as opened, home.open_catalog() as catalog:
+        opened.append("web", "orders", {"id": 0})
+        consumers = StreamConsumers(surroundings(home, catalog, "web"))
+        consumers.call("create", None, {"name": "search", "start": "earliest"})
+        for n in range(1, 6):
+            (message,) = consumers.call("receive", "search", {"batch_size": 1}).body["messages"]
+            consumers.call("ack", "search", {"ack_ids": [message["ack_id"]]})
+            opened.append("web", "orders", {"id": n})
+        consumers.close()
+
+
+def test_a_consumer_that_reads_no_further_behind_a_failed_message_says_so(home: Home) -> None:
+    """It delivered nothing to any group, and `error` was null."""
+    with OpenHome(home) as opened, home.open_catalog() as catalog:
+        opened.append("web", "events", [{"n": n} for n in range(6)])  # without a key: one group
+        consumers = StreamConsumers(surroundings(home, catalog, "web"))
+        consumers.call("create", None, {"name": "slow", "start": "earliest"})
+        machine = consumers._running["slow"].machine
+        machine.limits = replace(machine.limits, unsettled_max=4)
+
+        def receive(count: int) -> list[dict[str, Any]]:
+            body = {"batch_size": count}
+            return cast("list[dict[str, Any]]", consumers.call("receive", "slow", body).body["messages"])
+
+        def error() -> str | None:
+            return cast("str | None", consumers.call("show", "slow", {}).body["error"])
+
+        (failing,) = receive(1)
+        assert (receive(1), error()) == ([], None)
+        consumers.call("nack", "slow", {"ack_ids": [failing["ack_id"]], "delay_ms": 86_400_000})
+        opened.append("web", "orders", {"id": 1})
+        assert (receive(1), error()) == ([], "it reads no further until some of its 6 unsettled messages are settled")
+        consumers.call("ack", "slow", {"ack_ids": [failing["ack_id"]]})
+        rest = receive(10)
+        assert (len(rest), error()) == (5, None)
+        consumers.call("ack", "slow", {"ack_ids": [message["ack_id"] for message in rest]})
+        assert len(receive(10)) == 1
+        consumers.close()
 
 
 def test_a_consumer_whose_records_cannot_be_read_holds_no_other(

@@ -343,6 +343,9 @@ def test_a_consumer_begins_at_a_token_or_a_time(server: Served) -> None:
         ("v/receive", {"wait_for_ms": 30_001}, 422, "invalid_value"),
         ("v/receive", {"wait": 1}, 422, "invalid_value"),
         ("v/receive", [], 422, "invalid_value"),
+        ("v/receive", None, 422, "invalid_value"),
+        ("v/pause", None, 422, "invalid_value"),
+        ("", None, 422, "invalid_consumer"),
         ("v/ack", {}, 422, "invalid_value"),
         ("v/ack", {"ack_ids": ["x"] * 10_001}, 422, "invalid_value"),
         ("v/nack", {"ack_ids": [], "delay_ms": -1}, 422, "invalid_value"),
@@ -361,7 +364,7 @@ def test_a_consumer_begins_at_a_token_or_a_time(server: Served) -> None:
 def test_what_is_wrong_is_refused(server: Served, path: str, body: Any, status: int, code: str) -> None:
     client = Client(server.url)
     client.http.post("", json={"name": "v", "start": "latest"})
-    found = client.answer(client.http.post(f"/{path}" if path else "", json=body), status)
+    found = client.answer(client.http.post(f"/{path}" if path else "", content=json.dumps(body)), status)
     assert found["code"] == code
     assert found["hint"]
 

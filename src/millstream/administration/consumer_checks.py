@@ -1,4 +1,4 @@
-"""`doctor`'s check of a stream's consumers: their state is there, and can be read."""
+"""`doctor`'s check of a stream's consumers: their state is there, and can be read. If it is lost, they can be forgotten."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from millstream.model.human_text import counted
 
 if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
+    from millstream.delivery.state_repair import Damage
     from millstream.errors import DeliveryError
     from millstream.home.home import Home
 
@@ -37,6 +38,36 @@ def check_consumer_state(home: Home, name: str) -> str:
     check_consumers(home, name)
     check_unmade(home, name)
     return f"the state of {counted(len(stored_names(home.delivery_folder(name))), 'consumer')} can be read"
+
+
+def lost_state(home: Home, name: str, *, forget: bool) -> Damage | None:
+    """Return what is lost with a state that was moved or removed; None if it is there.
+
+    Args:
+        home: the home.
+        name: the stream.
+        forget: whether the log is held for these consumers no longer. The stream has no consumers then.
+
+    Raises:
+        MillstreamError: the catalog can't be read or written.
+    """
+    from millstream.delivery.state_repair import Damage
+    from millstream.writers.home_consumers import ConsumerHolders, find_missing_state
+
+    if not home.has_catalog():
+        return None
+    with home.open_catalog() as catalog:
+        stream = id_in(catalog, name)
+        if stream is None:
+            return None
+        missing = find_missing_state(home, name, [position.name for position in catalog.pipelines(stream)])
+        if missing is None:
+            return None
+        holders = ConsumerHolders(catalog, stream)
+        lost = tuple(sorted(holders.names()))
+        if forget:
+            holders.replace({})
+        return Damage(str(missing.details["file"]), 0, 0, 0, (), lost)
 
 
 def _find_missing(home: Home, name: str) -> DeliveryError | None:

@@ -216,7 +216,11 @@ def rm(invocation: Invocation, name: str, yes: bool, stream: str | None) -> None
 
 
 @consumer.command("repair")
-@click.option("--accept-loss", is_flag=True, help="Cut the state off at the damage. Without it nothing is changed.")
+@click.option(
+    "--accept-loss",
+    is_flag=True,
+    help="Cut the state off at the damage, or go on without a state that is missing. Without it nothing is changed.",
+)
 @stream_option
 @json_option
 @pass_invocation
@@ -224,8 +228,10 @@ def repair(invocation: Invocation, accept_loss: bool, stream: str | None, as_jso
     """Go on after damage to the file of the consumers' state, without what comes after the damage.
 
     Consumers then have the state from before the damage: their messages since then are delivered again, under the same ids.
-    The cut bytes are kept in a .torn file. Stop `millstream run` and `serve` first.
+    The cut bytes are kept in a .torn file. If the file is missing, the stream has no consumers then; those of millstream.toml are
+    made again, and begin at their `start`. Stop `millstream run` and `serve` first.
     """
+    from millstream.administration.consumer_checks import lost_state
     from millstream.delivery.state_repair import damage_of
     from millstream.delivery.state_repair import repair as repair_state
     from millstream.processes.role_locks import RoleLock
@@ -236,24 +242,27 @@ def repair(invocation: Invocation, accept_loss: bool, stream: str | None, as_jso
     aside = None
     with RoleLock.take(home.run_folder, "delivery"):
         folder = home.delivery_folder(name)
-        damage = None
-        if folder.exists():
+        lost = damage = lost_state(home, name, forget=accept_loss)
+        if lost is None and folder.exists():
             damage, aside = repair_state(folder) if accept_loss else (damage_of(folder), None)
+    is_done = damage is not None and accept_loss
     if as_json:
-        print_json(
-            {"done": aside is not None, "damage": None if damage is None else asdict(damage), "kept_aside": aside}
-        )
+        print_json({"done": is_done, "damage": None if damage is None else asdict(damage), "kept_aside": aside})
     elif damage is None:
         say("nothing is damaged")
     else:
-        would = "" if accept_loss else "would be "
-        say(
-            f"{would}lost: {damage.lost_changes:,} changes behind byte {damage.byte} of {damage.file}, as far as they can be read; "
-            f"they touch {', '.join(damage.touched) or 'no consumer'}"
-        )
-        say(f"{would}kept, as before the damage: {', '.join(damage.kept) or 'no consumer'}")
-        note(f"the cut bytes are in {aside}" if aside else "to do it: `millstream consumer repair --accept-loss`")
-    sys.exit(3 if damage is not None and not accept_loss else 0)
+        would, touched = "" if is_done else "would be ", ", ".join(damage.touched) or "no consumer"
+        if lost is None:
+            changes = f"{damage.lost_changes:,} changes behind byte {damage.byte} of {damage.file}"
+            say(f"{would}lost: {changes}, as far as they can be read; they touch {touched}")
+            say(f"{would}kept, as before the damage: {', '.join(damage.kept) or 'no consumer'}")
+        else:
+            say(f"{would}lost: {touched}, whose state in {lost.file} is missing")
+        if not is_done:
+            note("to do it: `millstream consumer repair --accept-loss`")
+        elif aside is not None:
+            note(f"the cut bytes are in {aside}")
+    sys.exit(3 if damage is not None and not is_done else 0)
 
 
 @consumer.group("dead", cls=SuggestingGroup)

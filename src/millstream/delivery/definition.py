@@ -37,6 +37,7 @@ _FIELDS: Final = ("name", "tables", "where", "columns", "kind", "group_by", "sta
 REQUEST_FIELDS: Final = tuple(field for field in _FIELDS if field not in TRUSTED_SINKS)
 """The fields that a request may have; others are the configuration file's."""
 START_HINT: Final = "Use `earliest`, `latest`, a token or a time."
+LITERAL_HINT: Final = "Compare with a literal of its type."
 _COLUMN: Final = re.compile(
     r"""\s*(?P<name>"(?:[^"]|"")+"|[^\s"]+)(?:\s+as\s+(?P<alias>"(?:[^"]|"")+"|[^\s"]+))?\s*\Z""", re.IGNORECASE
 )
@@ -247,8 +248,8 @@ class Definition:
                     "columns",
                     f"Choose another name than {', '.join(schema.key)}.",
                 )
-        if self.predicate is not None:
-            _check_literals(self.predicate, matching)
+        if self.predicate is not None and (fault := literal_fault(self.predicate, matching)) is not None:
+            _refuse(fault, "where", LITERAL_HINT)
         for schema in matching if grouped else ():
             own = {column.name for column in schema.columns}
             outside = [name for name in grouped if name in own and name not in schema.identity]
@@ -266,20 +267,18 @@ def selection_of(fields: Iterable[Any]) -> Selection:
     return Selection(None if tables is None else tuple(tables), where, None if columns is None else tuple(columns))
 
 
-def _check_literals(predicate: Predicate, schemas: Iterable[TableSchema]) -> None:
-    failure: RoutingError | None = None
+def literal_fault(predicate: Predicate, schemas: Iterable[TableSchema]) -> str | None:
+    """Return the problem if a literal is of another type than its column in every table that has one; else None."""
+    fault: str | None = None
     for schema in schemas:
         if not {column.name for column in schema.columns}.isdisjoint(predicate.columns):
             try:
                 predicate.matches(pa.RecordBatch.from_pylist([], schema=row_schema(schema.columns)))
             except RoutingError as error:
-                failure = error
+                fault = error.message.replace("the rule where", "the condition")
             else:
-                return
-    if failure is not None:
-        _refuse(
-            failure.message.replace("the rule where", "the condition"), "where", "Compare with a literal of its type."
-        )
+                return None
+    return fault
 
 
 def _predicate(text: str) -> Predicate:

@@ -34,6 +34,9 @@ class Holding(Protocol):
     def release(self, consumer: str) -> None:
         """Hold nothing for the consumer, even if it was cut off."""
 
+    def names(self) -> set[str]:
+        """Return the consumers that hold the log, or were cut off."""
+
     def cut_off(self) -> set[str]:
         """Return the consumers that were cut off."""
 

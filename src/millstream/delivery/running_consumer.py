@@ -266,9 +266,9 @@ class Running:
             while machine.wants(count):
                 step = self._records.read(machine.read_upto)
                 if step is None:
+                    if machine.read_upto < self.reader.persisted_upto():
+                        continue  # what was read ended where the log did when that began
                     if isinstance(machine, LatestConsumer):
-                        if machine.read_upto < self.reader.persisted_upto():
-                            continue  # what was read ended where the log did when that began
                         machine.read_to(machine.read_upto)
                     break
                 machine.offer(step.messages, step.upto)
@@ -499,6 +499,8 @@ class Running:
         self._hold_quarantined()
         self.save()
         counters, of_rows = machine.counters, self.backfills.counters
+        stopped = f"it reads no further until some of its {machine.unsettled:,} unsettled messages are settled"
+        reasons = [self._trouble(), stopped if machine.is_stopped else None]
         return {
             **self.shown_definition(),
             "state": str(machine.phase),
@@ -509,7 +511,7 @@ class Running:
             "acked": counters.acked + of_rows.acked,
             "lag": self._lag(),
             "backfill": self.backfills.shown(),
-            "error": self._trouble(),
+            "error": "; ".join(filter(None, reasons)) or None,
         }
 
     def _lag(self) -> dict[str, Any]:

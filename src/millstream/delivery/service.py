@@ -100,6 +100,8 @@ class StreamConsumers:
         with ExitStack() as begun:  # if a step fails, none goes on: the next attempt has a store of its own
             begun.callback(_quietly, self._store.close)
             self._begin_stored(stored)
+            for name in around.holding.names() - self._running.keys():  # a kill left its making or removal half done
+                around.holding.release(name)
             self._writer = BackfillWriter(around.stream, around.open_reader, around.open_lake, self._all_running)
             begun.callback(_quietly, self._writer.close)
             for name in self._file.definitions:

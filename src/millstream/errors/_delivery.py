@@ -49,8 +49,8 @@ class DeliveryError(MillstreamError):
             "The file of the consumers' state was moved, removed or replaced; nothing is acknowledged until it is back. Details: file.",
             Retry.OPERATOR,
             "Put the folder `data/delivery` back where it was, from the place that it was moved to. Only if you have to take it"
-            " from a backup, restart the process that has the consumers. A process that starts without the folder has no"
-            " consumers.",
+            " from a backup, restart the process that has the consumers. If it is lost, `millstream consumer repair` shows the"
+            " consumers that are lost with it, and can go on without them.",
         ),
         "consumer_state_unreadable": Code(
             "The file of the consumers' state is damaged or no such file; nothing of it was changed. Details: file.",

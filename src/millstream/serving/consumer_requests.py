@@ -14,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from millstream.delivery.running_consumer import Waiter
-from millstream.errors import HttpError
+from millstream.errors import HttpError, InvalidValue
 from millstream.model.access import Right
 from millstream.protocol.delivery.messages import Kind
 from millstream.serving.access import allow
@@ -194,6 +194,8 @@ class Consumers:
     def _action(self, what: str) -> Callable[..., Awaitable[Response]]:
         async def action(request: Request, stream: str, consumer: str) -> Response:
             async def do(body: Any) -> Response:
+                if body is None:  # a call in Python has none if it has no fields
+                    raise InvalidValue("the body is null", hint="Send an object, or no body.")
                 if what == "receive":
                     return await self._receive(request, stream, consumer, body)
                 if what == "backfill":
@@ -220,7 +222,7 @@ class Consumers:
             except (ValueError, RecursionError) as error:
                 raise HttpError(f"the body isn't JSON: {error}", code="invalid_body") from error
             del data
-            return await do({} if body is None else body)
+            return await do(body)
 
     async def _receive(self, request: Request, stream: str, consumer: str, body: Any) -> Response:
         request.scope[NEEDS_ITS_CLIENT] = True

@@ -302,7 +302,13 @@ class _Owner:
             self._opened = opened.pop_all()
 
     def of(self, stream: str) -> StreamConsumers:
-        """Return the consumers of a stream; `WriterClosed` once this process gives them up."""
+        """Return the consumers of a stream.
+
+        Raises:
+            WriterClosed: this process gives them up.
+            DeliveryError (`consumer_state_missing`): the log is held for consumers whose state isn't there.
+            DeliveryError …: as `StreamConsumers`.
+        """
         with self._lock:
             if self._is_closed:
                 raise WriterClosed("this process has given the consumers up")
@@ -312,11 +318,12 @@ class _Owner:
                 self._close(stream)  # a promotion has replaced the state
                 found = None
             if found is None:
-                found = (
-                    promise,
-                    StreamConsumers(surroundings(self._home, self._catalog, stream, is_server=self._is_server)),
-                )
-                self._streams[stream] = found
+                around = surroundings(self._home, self._catalog, stream, is_server=self._is_server)
+                holders = [position.name for position in self._catalog.pipelines(around.stream_id)]
+                missing = find_missing_state(self._home, stream, holders)
+                if missing is not None:  # else those of the file would begin again at their `start`, unnoticed
+                    raise missing
+                found = self._streams[stream] = promise, StreamConsumers(around)
             return found[1]
 
     def _follow_roles(self) -> bool:
@@ -367,6 +374,10 @@ class ConsumerHolders:
     def release(self, consumer: str) -> None:
         """Hold nothing for a consumer."""
         self._catalog.release(self._stream, _PREFIX + consumer)
+
+    def names(self) -> set[str]:
+        """Return the consumers that hold the log, or were cut off."""
+        return set(self._known())
 
     def cut_off(self) -> set[str]:
         """Return the consumers that were cut off."""

@@ -11,7 +11,7 @@ import structlog
 from millstream.delivery.backfill.backfill_control import new_number
 from millstream.delivery.backfill.rows import OpenLake, Stopped, Wanted, base_of, tables_of, write_rows
 from millstream.delivery.backfill.running_backfill import StoredBackfill, file_of
-from millstream.delivery.definition import Definition
+from millstream.delivery.definition import LITERAL_HINT, Definition, literal_fault
 from millstream.delivery.request_fields import AskedRows
 from millstream.delivery.running_consumer import Running
 from millstream.errors import InvalidValue, MillstreamError, UsageError
@@ -48,7 +48,8 @@ def stored_backfill(
         asked: the tables, and a condition in addition to the consumer's own.
 
     Raises:
-        InvalidValue: a pattern or the condition can't be parsed; no table matches; or none has a column of the condition.
+        InvalidValue: a pattern or the condition can't be parsed; no table matches; none has a column of the condition; or a
+            literal of it is of another type than its column.
         LakeBehind: neither the lake nor the log has the tables from their beginning.
     """
     tables, where = asked
@@ -60,13 +61,15 @@ def stored_backfill(
         )
     if where is not None:
         try:
-            columns = Predicate.parse(where).columns
+            predicate = Predicate.parse(where)
         except UsageError as error:
             raise InvalidValue(error.message, hint=error.hint) from error
         known = {column.name for schema in found.values() for column in schema.columns}
-        missing = [name for name in columns if name not in known] if found else []
+        missing = [name for name in predicate.columns if name not in known] if found else []
         if missing:
             raise InvalidValue(f"no matching table has a column {missing[0]!r}", hint="Use columns of the tables.")
+        if (fault := literal_fault(predicate, found.values())) is not None:  # else every row would pass
+            raise InvalidValue(fault, hint=LITERAL_HINT)
     base = base_of(Wanted(stream, definition, where, found, Seq(cursor)), reader, open_lake)
     if base is not None:
         base.close()

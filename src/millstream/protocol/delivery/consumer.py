@@ -103,6 +103,14 @@ class Consumer(Lettered):
         return len(self._pending.entries) + self._runs.count
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether nothing more is read or delivered: too many messages wait behind failed ones, or are of held tables."""
+        pending, has_room = self._pending, self.unsettled < self.limits.unsettled_max
+        if has_room or pending.free + self._runs.free or self._replaces:
+            return False
+        return bool(pending.held) or any(entry.failures for entry in pending.entries.values())
+
+    @property
     def dead(self) -> Mapping[str, DeadLetter]:
         """Dead letters by id, the oldest first."""
         return MappingProxyType(self._letters.dead)
