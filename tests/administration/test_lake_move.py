@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.app.homes import run
 from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
+from millstream.administration import lake_move
 from millstream.administration.lake_move import move_lake
 from millstream.errors import HomeBusy, LakeError, UsageError
 from millstream.home.home import Home
@@ -120,4 +123,28 @@ def test_a_lake_is_unmarked_before_it_is_named(landed: LandedHome, tmp_path: Pat
     with pytest.raises(LakeError) as caught:
         move_lake(Home(path), str(place))
     assert caught.value.code == "lake_table_exists"
+    assert ids(path) == [1, 2, 3, 4, 5]
+
+
+def test_the_configuration_keeps_its_mode_its_link_and_what_was_edited_meanwhile(
+    landed: LandedHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit made while files were copied was lost, a group could no longer read the file, and a link became a file."""
+    path, named, file = landed.home.path, landed.home.config_file, tmp_path / "managed.toml"
+    named.rename(file)
+    file.chmod(0o640)
+    named.symlink_to(file)
+    copy_files = lake_move._copy_files
+
+    def edited(*words: Any) -> tuple[int, int]:
+        copied = copy_files(*words)
+        file.write_text(file.read_text() + "# edited\n")
+        return copied
+
+    monkeypatch.setattr(lake_move, "_copy_files", edited)
+    move_lake(Home(path), str(tmp_path / "new"))
+    assert location_of(path) == str(tmp_path / "new")
+    assert named.is_symlink()
+    assert "# edited" in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
     assert ids(path) == [1, 2, 3, 4, 5]

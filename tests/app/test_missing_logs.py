@@ -87,6 +87,23 @@ def test_everyone_who_looks_is_told_that_a_log_is_gone_and_what_to_do(home: Home
         opened.append("shop", "public.orders", [{"id": 2}])
 
 
+def test_the_log_that_is_left_is_not_taken_for_the_one_that_is_gone(home: Home) -> None:
+    """Without --stream, a command read the other stream's log and reported that all is well."""
+    make_home(home.path, "[streams.shop]\n[streams.web]\n[streams.new]\n")
+    home = Home(home.path)
+    assert home.pick_stream(None) == "shop", "the others never had a log"
+    with OpenHome(home) as opened:
+        opened.append("web", "public.clicks", [{"id": 1}])
+    move(home, "shop")
+    ended = command("--home", str(home.path), "wal", "verify")
+    assert ended.returncode == 2
+    assert "several streams" in ended.stderr.decode()
+    assert "Name one with --stream. Streams here: shop, web." in ended.stderr.decode()
+    assert command("--home", str(home.path), "wal", "verify", "--stream", "web").returncode == 0
+    (home.path / "millstream.toml").write_text("[streams.web\n")
+    assert Home(home.path).pick_stream(None) == "web", "reading needs no configuration"
+
+
 def test_a_server_whose_log_is_moved_goes_on_once_it_is_back(home: Home) -> None:
     """Regression: its writes failed with `io_failed` and the hint to check the path, and it was ready."""
     with served(home.path) as server:

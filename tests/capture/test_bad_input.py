@@ -16,6 +16,7 @@ from millstream.capture.connection import check_version
 from millstream.capture.source_checks import check_slot_of_log, check_source, doctor_sql, drop_slot, sql_comment
 from millstream.catalog import TableState
 from millstream.errors import MillstreamError, Retry, SourceError
+from millstream.model.column_rules import Rule, SourceRules
 from millstream.model.ids import SourceId
 from millstream.model.names import quote_ident
 from millstream.model.positions import Lsn, format_lsn
@@ -438,6 +439,10 @@ def test_a_doctor_that_finds_nothing_wrong_says_only_what_is_worth_knowing(stage
     advice = {f.message.split(" ")[0]: f.fix for f in findings if f.code == "column_is_text"}
     assert "can give it a precision" in advice["public.t.anything"]
     assert "precision" not in advice["public.t.span"], "only numeric can have one"
+    typed = replace(stage.config, lake_types={"public.t.anything": "decimal(38,9)"})
+    assert [f.message for f in check_source(typed) if f.code == "column_is_text"] == [
+        "public.t.span (int4range) will be text in the lake"
+    ], "what was advised is done"
     with stage.connect() as connection:
         publishes_generated = connection.info.server_version >= 180000
     kind = "VIRTUAL" if publishes_generated else "STORED"
@@ -462,3 +467,17 @@ def test_a_doctor_that_finds_nothing_wrong_says_only_what_is_worth_knowing(stage
     found = next(f for f in check_source(stage.config) if f.code == "replica_identity_unusable")
     assert (found.blocks, found.table) == ("current", "public.plain")
     assert "REPLICA IDENTITY FULL" in found.sql
+
+
+def test_a_configured_type_that_no_column_can_have_is_found_before_the_lake_meets_it(stage: Stage) -> None:
+    """A misspelt name changed nothing, and a clash quarantined the table during the first run."""
+    stage.sql('CREATE TABLE t (id int PRIMARY KEY, total numeric, "Note" text, secret inet)')
+    types = {"public.t.total": "text", "public.t.totl": "decimal(38,9)", "public.t.Note": "decimal(38,9)"}
+    rules = SourceRules({("public", "t"): {"secret": Rule.EXCLUDE}})
+    findings = check_source(replace(stage.config, lake_types=types, rules=rules))
+    found = [(f.code, f.blocks, f.message) for f in findings if f.code in {"type_unused", "config", "column_is_text"}]
+    assert found == [
+        ("config", "table", "public.t: column Note can't be decimal(38,9) in the lake: it is text"),
+        ("type_unused", "nothing", "[streams.S.types] has public.t.totl, but no captured table has this column"),
+    ]
+    assert all(f.fix for f in findings)

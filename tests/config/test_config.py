@@ -18,7 +18,7 @@ from millstream.config.interpolation import interpolate, interpolate_dsn
 from millstream.config.quantities import size_bytes
 from millstream.config.toml_lines import key_lines
 from millstream.errors import ConfigError, MillstreamError
-from millstream.home.config_mapping import lake_layout, log_options, shard_of
+from millstream.home.config_mapping import capture_config, lake_layout, log_options, shard_of
 from millstream.home.home import Home
 from millstream.model.addresses import mask_address
 from millstream.model.durations import duration_s
@@ -463,6 +463,7 @@ def test_shards_and_types_are_given_to_tables_by_the_rule_of_names(tmp_path: Pat
     types = "".join(f'{json.dumps(key + ".total")} = "decimal(38,9)"\n' for key in keys)
     (tmp_path / "millstream.toml").write_text(
         f"[streams.web.log]\nshards = 4\n[streams.web.shards]\n{shards}[streams.web.types]\n{types}"
+        '[streams.web.source]\ndsn = "host=nowhere"\n'
     )
     home = Home(tmp_path)
     config = home.config.streams["web"]
@@ -470,6 +471,7 @@ def test_shards_and_types_are_given_to_tables_by_the_rule_of_names(tmp_path: Pat
     assert [found(table) for table in ("public.Big", "public.orders", "public.clicks", "public.big")] == [1, 2, 3, 0]
     layout = lake_layout(home, "web", config, StreamId(UUID(int=1)))
     assert set(layout.types) == {"public.Big.total", "public.orders.total", "public.clicks.total"}
+    assert capture_config(home, "web", config).lake_types == layout.types
 
 
 def test_a_shard_of_what_is_no_table_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -213,10 +214,38 @@ def test_a_part_that_does_not_drain_in_time_is_killed() -> None:
     assert watch.facts("a", "ended")[0]["exit_code"] == -signal.SIGKILL
 
 
+def test_a_process_that_the_system_can_not_start_now_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that died while the system had no memory or no descriptor was given up: nothing was captured until the next run."""
+    lacks = [errno.EMFILE, errno.ENOMEM, errno.EAGAIN]
+    pipe = os.pipe
+
+    def lacking() -> tuple[int, int]:
+        if watch.facts("a", "ready") and watch.facts("b", "ready") and lacks:
+            number = lacks.pop()
+            raise OSError(number, os.strerror(number))
+        return pipe()
+
+    def on(watch: Watch, event: Event) -> None:
+        ready = watch.facts("a", "ready")
+        if event[1] == "ready" and len(ready) == 1 and watch.facts("b", "ready"):
+            os.kill(ready[0]["pid"], signal.SIGKILL)
+        elif len(ready) == 2:
+            watch.supervisor.stop()
+
+    monkeypatch.setattr(os, "pipe", lacking)
+    watch = Watch(part("a"), part("b"), on=on)
+    watch.run()
+    died = watch.facts("a", "died")
+    assert [(facts["error"] or {}).get("code") for facts in died] == [None, *["system_limit"] * 3]
+    assert [facts["exit_code"] for facts in died] == [-signal.SIGKILL, None, None, None]
+    assert watch.supervisor.parts["b"].outcome == {"stopped": True}
+
+
 def test_a_program_that_is_not_there_is_given_up(tmp_path: Path) -> None:
     watch = Watch(SupervisedProcess("a", [str(tmp_path / "nothing")]), on=lambda *_: None)
     watch.run()
     assert watch.supervisor.parts["a"].state is PartState.GIVEN_UP
+    assert watch.facts("a", "given_up")[0]["hint"]
 
 
 SUPERVISOR = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,20 @@ def test_a_home_is_ready_while_one_stream_has_room(home: Home) -> None:
     assert "disk_used_max" in why
     home.config_file.write_text(full.format("shop") + full.format("new") + "[streams.other]\n")
     assert Health(Home(home.path)).ready() == (True, "writes are taken")
+
+
+def test_a_home_on_a_read_only_disk_is_not_ready(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ready, and each write was refused."""
+    assert Health(home).ready()[0]
+    may = os.access
+
+    def read_only(path: Any, mode: int) -> bool:
+        return may(path, mode) and not (mode & os.W_OK and str(path).startswith(str(home.data)))
+
+    monkeypatch.setattr(os, "access", read_only)
+    ready, why = Health(home).ready()
+    assert not ready
+    assert "read-only" in why
 
 
 def test_while_a_status_hangs_requests_get_the_last_one_with_its_age(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.app.homes import make_home, wait_for
 
 from millstream.app.open_home import OpenHome
 from millstream.delivery.consumer_store import LOG_NAME
-from millstream.errors import MillstreamError, WriterClosed
+from millstream.errors import HomeBusy, MillstreamError, WriterClosed
 from millstream.home.home import Home
+from millstream.processes.control_socket import ControlServer
+from millstream.processes.role_locks import RoleLock
+from millstream.writers import home_consumers
 from millstream.writers.home_consumers import HomeConsumers
 
 STREAMS = ("one", "two")
@@ -84,3 +89,26 @@ def test_a_server_opens_consumers_once_their_state_can_be_read_again(home: Home)
         assert not server._take()
     finally:
         server.close()
+
+
+def test_a_question_gives_a_process_up_that_is_stopped(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status waited 70 seconds for a server that was stopped by a signal."""
+    monkeypatch.setattr(home_consumers, "_STARTS_WITHIN_S", 0.3)
+    goes_on = threading.Event()
+
+    def silent(_asked: Mapping[str, Any]) -> dict[str, Any]:
+        goes_on.wait(120)
+        return {}
+
+    role = RoleLock.take(home.run_folder, "delivery")
+    consumers = HomeConsumers(home)
+    try:
+        with ControlServer(home, "delivery", {}, {"consumers": silent}):
+            began_s = time.monotonic()
+            with pytest.raises(HomeBusy, match="doesn't answer"):
+                consumers.call("one", "list")
+            assert time.monotonic() - began_s < 30
+    finally:
+        goes_on.set()
+        consumers.close()
+        role.release()

@@ -21,6 +21,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import format_of
 from millstream.model.addresses import mask_address
 from millstream.model.human_text import human_bytes
-from millstream.private_files import make_folder, replace_file
+from millstream.private_files import make_folder, replace_file, replacing
 from millstream.processes.role_locks import Role, RoleLock
 
 if TYPE_CHECKING:
@@ -113,10 +114,12 @@ def move_lake(
             if "://" not in new.location:
                 os.sync()  # the file may name it only once a power cut can't take it away
             failpoints.hit("lake_move.copied")
+            if text is not None:
+                text = _new_text(home, name, location)  # someone may have edited the file while files were copied
             tables.switch(lambda: _unmark(new) if is_copied else None)
         failpoints.hit("lake_move.switched")
         if text is not None:
-            replace_file(home.config_file, text.encode())
+            _replace_config(home.config_file.resolve(), text)
     return MovedLake(name, old.root, new.root, files, size_bytes)
 
 
@@ -137,6 +140,16 @@ def _new_text(home: Home, stream: str, location: str) -> str:
         loaded = load_config(file, needs_source=False)
     assert loaded.config.streams[stream].lake.location == location, "the new text names the location"
     return text
+
+
+def _replace_config(file: Path, text: str) -> None:
+    """Replace the configuration; it keeps its owner and its mode, so that whoever could read it still can."""
+    facts = file.stat()
+    with replacing(file) as fresh:
+        fresh.write(text.encode())
+        with contextlib.suppress(PermissionError):  # only root gives a file to another user
+            os.fchown(fresh.fileno(), facts.st_uid, facts.st_gid)
+        os.fchmod(fresh.fileno(), stat.S_IMODE(facts.st_mode))
 
 
 @contextlib.contextmanager

@@ -88,6 +88,8 @@ class CaptureConfig:
             raises what it raises. Tests delay and fail steps there.
         slot_lag_bytes: WAL from which on `doctor` reports that the slot holds it.
         rules: columns whose values never leave the source.
+        lake_types: types that the lake is asked for, by `schema.table.column`. Capture stores the source's; `doctor` compares
+            them with the source's columns.
     """
 
     stream: str
@@ -127,6 +129,7 @@ class CaptureConfig:
     on_moment: Callable[[str, Mapping[str, Any]], None] = no_moment
     slot_lag_bytes: int = 4 << 30
     rules: SourceRules = field(default_factory=SourceRules)
+    lake_types: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from millstream.errors import ConfigError, MillstreamError, SourceError, Unknown
 from millstream.model.column_rules import SourceRules
 from millstream.model.ids import SourceId
 from millstream.model.names import TablePatterns, quote_ident
-from millstream.model.pgtypes import NUMERIC_OID, is_text_for_want_of_better
+from millstream.model.pgtypes import is_numeric_text, is_text_for_want_of_better, lake_type
 from millstream.model.positions import Lsn
 from millstream.model.records import log_names
 from millstream.wal.reader import StreamReader
@@ -176,6 +176,7 @@ def check_tables(connection: Connection, config: CaptureConfig, rules: ColumnRul
         yield from _check_rules(rules, tables)
     for table in tables:
         yield from _check_table(connection, table)
+    yield from _check_types(tables, config)
     for table in tables:
         yield from _check_derived(connection, table, config.rules)
     where = " at the primary" if on_standby(connection) else ""
@@ -248,17 +249,40 @@ def _check_table(connection: Connection, table: SourceTable) -> Iterator[Finding
                 f"Nothing has to be done; use the name {captured} in queries.",
             )
     yield from _check_generated(connection, table)
-    for column in filter(is_text_for_want_of_better, relation_columns(table.relation)):
-        has_precision = column.pg is not None and column.pg.oid == NUMERIC_OID
+
+
+def _check_types(tables: list[SourceTable], config: CaptureConfig) -> Iterator[Finding]:
+    """Yield the columns that will be text, and the configured types that no column can have."""
+    unused = dict(config.lake_types)
+    for table in tables:
+        rules = _rules_of(table, config.rules)
+        for column in relation_columns(table.relation):
+            name = f"{table.full_name}.{column.name}"
+            wanted = unused.pop(f"{table.namespace}.{table.name}.{column.name}", None)
+            try:
+                lake_type(column, wanted)
+            except ConfigError as error:
+                yield Finding(error.code, f"{table.full_name}: {error.message}", "table", table.full_name, error.hint)
+            if wanted is None and column.name not in rules and is_text_for_want_of_better(column):
+                fix = "Nothing has to be done"
+                fix += "; `[streams.S.types]` can give it a precision." if is_numeric_text(column) else "."
+                kind = column.pg.name if column.pg else "?"
+                yield Finding(
+                    "column_is_text", f"{name} ({kind}) will be text in the lake", "nothing", table.full_name, fix
+                )
+    for name in unused:
         yield Finding(
-            "column_is_text",
-            f"{table.full_name}.{column.name} ({column.pg.name if column.pg else '?'}) will be text in the lake",
+            "type_unused",
+            f"[streams.S.types] has {name}, but no captured table has this column",
             "nothing",
-            table.full_name,
-            "Nothing has to be done; `[streams.S.types]` can give it a precision."
-            if has_precision
-            else "Nothing has to be done.",
+            fix="Correct the name in millstream.toml, as schema.table.column.",
         )
+
+
+def _rules_of(table: SourceTable, rules: SourceRules) -> set[str]:
+    """Return the columns of a table that have a rule, its own or one of a partitioned table above it."""
+    names = ((table.namespace, table.name), *table.ancestors)
+    return {column for name in names for column in rules.tables.get(name, ())}
 
 
 def _check_generated(connection: Connection, table: SourceTable) -> list[Finding]:
@@ -280,8 +304,7 @@ def _check_generated(connection: Connection, table: SourceTable) -> list[Finding
 
 def _check_derived(connection: Connection, table: SourceTable, rules: SourceRules) -> list[Finding]:
     """Report generated columns without a rule whose expressions use a column with a rule: they may show its values."""
-    names = ((table.namespace, table.name), *table.ancestors)
-    asked = {column for name in names for column in rules.tables.get(name, ())}
+    asked = _rules_of(table, rules)
     if not asked:
         return []
     # Up to 14, the generated column itself depends on the others; from 15 on, its expression does.

@@ -88,11 +88,11 @@ class MillstreamError(Exception):
             " call.",
         ),
         "system_limit": Code(
-            "The process has as many open files or threads as the system lets it have; details: path (None if unknown),"
+            "The system lets the process have no more open files, threads or memory; details: path (None if unknown),"
             " errno.",
             Retry.BACKOFF,
-            "Raise the limit of open files (`ulimit -n`, systemd's LimitNOFILE) or of threads (`ulimit -u`, TasksMax), or"
-            " keep fewer connections open.",
+            "Raise the limit of open files (`ulimit -n`, systemd's LimitNOFILE), of threads (`ulimit -u`, TasksMax) or of"
+            " memory (MemoryMax), or keep fewer connections open.",
         ),
     }
     """Further codes that an error of this class may have."""

@@ -77,7 +77,15 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         origin=source.origin,
         slot_lag_bytes=size_bytes(home.config.alerts.slot_lag),
         rules=SourceRules(rules_of(stream), (source.hash_key or "").encode()),
+        lake_types=_lake_types(stream),
     )
+
+
+def _lake_types(stream: StreamConfig) -> dict[str, str]:
+    """Return the configured types by `schema.table.column`; none for a lake in PostgreSQL, which has types of its own."""
+    if stream.lake.format == "postgres":
+        return {}
+    return {".".join(parse_column(column)): kind for column, kind in stream.types.items()}
 
 
 def copy_rate(home: Home, name: str, at_first: str | None) -> Callable[[], int | None]:
@@ -207,7 +215,7 @@ def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
         storage_options=options,
         format=stream.lake.format,
         catalog=_catalog(home, stream.lake),
-        types={".".join(parse_column(column)): kind for column, kind in stream.types.items()},
+        types=_lake_types(stream),
     )
 
 

@@ -133,7 +133,7 @@ class Home(HomePaths):
         check_log(self, stream)
 
     def _pick_stream(self, named: str | None, of: list[str] | None) -> str:
-        names = self.streams_on_disk() if of is None else of
+        names = self._streams_with_logs(named) if of is None else of
         said: object = named  # a public call, whose callers may have no types
         if named is not None and not isinstance(said, str):
             raise UnknownStream(
@@ -171,6 +171,17 @@ class Home(HomePaths):
             hint = f"Name one with --stream. {known}" if names else "Streams appear when `millstream run` has started."
             raise UnknownStream(f"{self.path} has {what}", hint=hint, known=names)
         return names[0]
+
+    def _streams_with_logs(self, named: str | None) -> list[str]:
+        """Return the streams whose logs are here, and those whose logs are gone, if the only one left would be taken for another's."""
+        found = self.streams_on_disk()
+        if named is not None or len(found) != 1:
+            return found
+        from millstream.home.missing_logs import find_missing_log
+
+        with contextlib.suppress(ConfigError):  # a log can be read without a configuration
+            found += [name for name in self._configured_names() if name not in found and find_missing_log(self, name)]
+        return sorted(found)
 
     def _no_log_hint(self, streams: list[str]) -> str:
         follows = all(self.role_file(stream).exists() for stream in streams)

@@ -32,6 +32,7 @@ from typing import Any, Final, Literal
 
 from millstream.backoff import Backoff
 from millstream.errors import ConfigError, may_pass
+from millstream.wal.files import as_told
 from millstream.workers import Worker
 
 REPORT_VARIABLE: Final = "MILLSTREAM_REPORT_FD"
@@ -183,24 +184,15 @@ class Supervisor:
                 self._start(running)
 
     def _start(self, running: RunningProcess) -> None:
-        listen, tell = os.pipe()
-        try:
-            process = subprocess.Popen(
-                [*running.part.command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[tell, *running.part.descriptors],
-                env={**os.environ, **running.part.environment, REPORT_VARIABLE: str(tell)},
-                start_new_session=True,
-            )
-        except OSError as error:
-            os.close(listen)
-            self._over(running, PartState.GIVEN_UP, {"code": "engine", "message": str(error), "retry": "operator"})
-            return
-        finally:
-            os.close(tell)
-        running.process, running.state, running.started_s = process, PartState.RUNNING, time.monotonic()
+        running.started_s = time.monotonic()
         running.error, running.outcome = None, {}
+        try:
+            process, listen = _open(running.part)
+        except OSError as error:
+            running.error = as_told(error).as_dict()
+            self._ended(running, None)
+            return
+        running.process, running.state = process, PartState.RUNNING
         Worker(f"hears-{running.part.name}", partial(self._listen, running.part.name, process, listen)).start()
         self._on_event((running.part.name, "started", {"pid": process.pid, "restarts": running.restarts}))
         if running.word is not None:
@@ -255,10 +247,14 @@ class Supervisor:
         running.process = None
         with contextlib.suppress(OSError):
             process.stdin.close()
-        facts = {"exit_code": process.returncode}
+        self._ended(running, process.returncode)
+
+    def _ended(self, running: RunningProcess, exit_code: int | None) -> None:
+        """Decide whether a part is restarted; it has no exit code if it couldn't be started."""
+        facts = {"exit_code": exit_code}
         if time.monotonic() - running.started_s >= _HEALTHY_AFTER_S:
             running.backoff.reset()
-        if process.returncode == 0 and (running.word is not None or running.part.may_end):
+        if exit_code == 0 and (running.word is not None or running.part.may_end):
             self._over(running, PartState.ENDED, facts)
         elif running.error is not None and self._is_hopeless(running, running.error):
             self._over(running, PartState.GIVEN_UP, running.error)
@@ -321,6 +317,26 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _open(part: SupervisedProcess) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a part's process; return it with the descriptor from which its reports are read."""
+    listen, tell = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [*part.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[tell, *part.descriptors],
+            env={**os.environ, **part.environment, REPORT_VARIABLE: str(tell)},
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(listen)
+        raise
+    finally:
+        os.close(tell)
+    return process, listen
 
 
 def _say(process: subprocess.Popen[bytes], word: Word) -> None:

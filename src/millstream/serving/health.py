@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -163,12 +164,14 @@ class Health:
         return True, "writes are taken"
 
     def _refusal(self, stream: str) -> str:
-        """Return why a stream's log refuses writes: it is missing, or its disk has no room. Empty if it doesn't."""
+        """Return why a stream's log refuses writes: it is missing, or its disk has no room or is read-only. Empty if it doesn't."""
         home = self._home
         missing = find_missing_part(home, stream)
         if missing is not None:
             return missing.message
         folder = next((one for one in (home.wal_folder(stream), home.data) if one.is_dir()), home.path)
+        if not os.access(folder, os.W_OK):
+            return f"{folder} can't be written: its disk is read-only, or this user lacks the right"
         try:
             check_disk(RealFiles(), str(folder), home.config.streams[stream].log.disk_used_max)
         except DiskFull as error:

@@ -29,8 +29,8 @@ _WRONG_PATH: Final = frozenset(
     {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )
 """Error numbers of what is at a path, or isn't: the disk is well."""
-_LIMITS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN})
-"""Error numbers of a lack of descriptors, threads or processes, which passes."""
+_LIMITS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
+"""Error numbers of a lack of descriptors, threads, processes or memory, which passes."""
 _IOV_MAX: Final = 1024
 """Most buffers in one pwritev on Linux and macOS."""
 

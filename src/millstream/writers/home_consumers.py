@@ -201,7 +201,9 @@ class HomeConsumers:
                 if owner is not None:
                     return owner.of(stream).call(what, name, body, waiter, key=key)
                 asked = {"stream": stream, "what": what, "name": name, "body": body, "key": key}
-                answer = have_done(self._home, _ROLE, _ACT, asked, deadline_s=_ANSWERS_WITHIN_S, on_sent=is_sent.set)
+                # A status asks too: it doesn't wait a minute for a process that is stopped.
+                deadline_s = max(_TRY_EVERY_S, give_up_s - time.monotonic()) if what in SHOWN else _ANSWERS_WITHIN_S
+                answer = have_done(self._home, _ROLE, _ACT, asked, deadline_s=deadline_s, on_sent=is_sent.set)
                 if answer is not None:
                     return Answer(**answer)
                 may_be_done = is_sent.is_set()
