@@ -139,6 +139,12 @@ def test_one_runs_at_a_time_and_is_stopped(site: Site, diffs: Diffs) -> None:
     assert (lines[0]["token"], lines[-1]["stopped_by"]) == ("admin", "admin")
 
 
+def test_a_stop_starts_nothing_if_nothing_was_compared(site: Site, diffs: Diffs) -> None:
+    diffs.last, diffs._command = None, command(SLEEPS)
+    assert post(site, "admin", do="stop", stream="shop").status_code == 303
+    assert (diffs.last, diffs._process, site.home.audit_file.exists()) == (None, None, False)
+
+
 @pytest.mark.parametrize(
     ("counts", "outcome"),
     [

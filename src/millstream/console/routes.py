@@ -287,7 +287,7 @@ class Console:
         caller, _ = await self._viewer(request)
         fields = await self._form(request)
         last = self.diffs.last
-        stops = fields.get("do") == "stop" and last is not None
+        stops = fields.get("do") == "stop"
         stream = last.stream if stops and last is not None else fields.get("stream", "")
         order = actions.Order(caller.name or "", "diff", stream, "" if stops else fields.get("table", "").strip())
         await self._check_acts(caller, order)
