@@ -217,6 +217,12 @@ def test_why_it_failed_is_shown(diffs: Diffs) -> None:
     assert "source" in diffs.last.said, "the command's own words"
 
 
+def test_a_name_that_no_table_has_is_refused_and_noted(site: Site, diffs: Diffs) -> None:
+    answer = post(site, "admin", do="start", stream="shop", table="public.a\0b")
+    assert (answer.status_code, diffs._process) == (400, None)
+    assert [line["outcome"] for line in audit(site)] == ["asked", "refused"]
+
+
 def test_a_stream_that_is_not_there_starts_nothing(site: Site, diffs: Diffs) -> None:
     answer = post(site, "admin", do="start", stream="nothing")
     assert answer.status_code in {403, 404}
