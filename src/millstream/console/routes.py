@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -81,6 +82,10 @@ _STALLED_S: Final = 30.0
 """How long a viewer may read nothing of its differences."""
 _FORM_BYTES_MAX: Final = 64 << 10
 _DETAILS_AT_ONCE: Final = 2
+_REFUSED_NOTED_MAX: Final = 100
+"""Lines of the audit log about callers without the right, within `_REFUSED_WITHIN_S`: any token may cause them, and they
+mustn't fill the disk."""
+_REFUSED_WITHIN_S: Final = 3600.0
 _COMPRESSED_BYTES_MIN: Final = 4096
 _CHARTS_KEPT: Final = 32
 """Number of areas with charts that are kept until there are newer figures: making one takes some 30 ms."""
@@ -102,6 +107,8 @@ class Console:
             application.health.renewed, self._area, partial(look, self._home), application.health.last, timing=timing
         )
         self._drawn = lru_cache(_CHARTS_KEPT)(self._draw)
+        self._refused_s: deque[float] = deque(maxlen=_REFUSED_NOTED_MAX)
+        """Times of the last refusals in the audit log, on the monotonic clock."""
         self._name = self._home.path.name
         folder = files("millstream.console").joinpath("static")
         self._files = {name: folder.joinpath(name).read_bytes() for name in _FILES}
@@ -247,7 +254,10 @@ class Console:
         try:
             caller.check(Right.ADMIN, order.stream)
         except AccessError as error:
-            await self._apart(actions.note_refused, self._home, order, error)
+            now_s = time.monotonic()
+            if len(self._refused_s) < _REFUSED_NOTED_MAX or now_s - self._refused_s[0] > _REFUSED_WITHIN_S:
+                self._refused_s.append(now_s)
+                await self._apart(actions.note_refused, self._home, order, error)
             raise
 
     def _may_act(self, caller: Caller, stream: str) -> bool:
