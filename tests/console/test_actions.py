@@ -14,6 +14,7 @@ from tests.console.test_html import Seen
 
 from millstream.catalog import TableState
 from millstream.console import actions
+from millstream.console.routes import _REFUSED_NOTED_MAX, _REFUSED_WITHIN_S, Console
 from millstream.model.access import Rights
 
 OWN = {"origin": "http://127.0.0.1:8787"}
@@ -101,6 +102,22 @@ def test_a_refused_action_is_noted_shortly(site: Site) -> None:
     assert act(site, "shop", "x" * 5000).status_code == 403
     (line,) = audit(site)
     assert (line["outcome"], line["action"]) == ("refused", "x" * 200)
+
+
+def test_refused_actions_fill_no_disk(site: Site) -> None:
+    """Any token that reads could have lines written for ever."""
+    console = next(part for part in site.application._parts if isinstance(part, Console))
+    console._refused_s.clear()
+    headers, form = OWN | {"cookie": site.cookie("shop")}, {"action": "pause", "stream": "shop", "subject": "search"}
+    for _ in range(_REFUSED_NOTED_MAX + 5):
+        assert site.call("POST", "/console/act", headers, **form).status_code == 403
+    assert len(audit(site)) == _REFUSED_NOTED_MAX
+    assert act(site, "admin", "pause").status_code == 200
+    assert [line["outcome"] for line in audit(site)][-2:] == ["asked", "done"]
+    console._refused_s[0] -= _REFUSED_WITHIN_S
+    assert act(site, "shop", "resume").status_code == 403
+    assert audit(site)[-1]["outcome"] == "refused"
+    console._refused_s.clear()
 
 
 def test_the_right_is_that_of_the_action_s_own_stream(site: Site) -> None:

@@ -139,6 +139,12 @@ def test_one_runs_at_a_time_and_is_stopped(site: Site, diffs: Diffs) -> None:
     assert (lines[0]["token"], lines[-1]["stopped_by"]) == ("admin", "admin")
 
 
+def test_a_stop_starts_nothing_if_nothing_was_compared(site: Site, diffs: Diffs) -> None:
+    diffs.last, diffs._command = None, command(SLEEPS)
+    assert post(site, "admin", do="stop", stream="shop").status_code == 303
+    assert (diffs.last, diffs._process, site.home.audit_file.exists()) == (None, None, False)
+
+
 @pytest.mark.parametrize(
     ("counts", "outcome"),
     [
@@ -209,6 +215,12 @@ def test_why_it_failed_is_shown(diffs: Diffs) -> None:
     assert diffs.last is not None
     assert diffs.last.state == "failed"
     assert "source" in diffs.last.said, "the command's own words"
+
+
+def test_a_name_that_no_table_has_is_refused_and_noted(site: Site, diffs: Diffs) -> None:
+    answer = post(site, "admin", do="start", stream="shop", table="public.a\0b")
+    assert (answer.status_code, diffs._process) == (400, None)
+    assert [line["outcome"] for line in audit(site)] == ["asked", "refused"]
 
 
 def test_a_stream_that_is_not_there_starts_nothing(site: Site, diffs: Diffs) -> None:

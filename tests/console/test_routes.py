@@ -342,22 +342,31 @@ def test_a_head_of_the_event_stream_ends(open_site: Site) -> None:
     assert open_site.loop.run(asked()) == 200
 
 
-def test_whatever_paths_viewers_name_they_share_the_pages_areas(open_site: Site) -> None:
+def test_a_page_has_one_area_whatever_spelling_viewers_use(open_site: Site) -> None:
     live = next(part.live for part in open_site.application._parts if isinstance(part, Console))
-    odd = ("/%74ables", "/t%61bles", "/x", "/y/z", "", "tables", "/log/a/b", "/nodes/", "/console/act")
-    for path in odd:
+    for path in ("/%74ables", "/t%61bles"):
+        assert _live_path(path) == "/tables"
         assert events(open_site, f"/console/events?path={quote(path)}")[0] == 200
         assert live._current is not None
-        assert not {view.path for view in live._current.areas}.intersection(odd)
-    assert [_live_path(path) for path in odd] == ["/tables"] * 2 + ["/"] * 7
+        assert path not in {view.path for view in live._current.areas}
     for path in (
+        "/",
         f"/tables/web/{quote(HOSTILE, safe='')}",
         "/tables/web/%2E%2E",
         "/log/shop",
         "/consumers/shop/a",
         "/nodes",
+        "/charts/day/shop",
     ):
         assert _live_path(path) == path
+
+
+def test_a_page_that_does_not_exist_is_no_other_page(open_site: Site) -> None:
+    odd = ("/x", "/y/z", "", "tables", "//tables", "/log/a/b", "/nodes/", "/query", "/console/act", "/charts/year/shop")
+    for path in odd:
+        assert events(open_site, f"/console/events?path={quote(path)}")[0] == 404, path
+    for path in ("/charts/year/shop", "/charts/hour/nothing", "/log/nothing", "/consumers/shop/nothing"):
+        assert open_site.get(path).status_code == 404, path
 
 
 def test_the_event_stream_has_differences_alone(open_site: Site) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from tests.app.homes import make_home
 
+from millstream.app.open_home import OpenHome
 from millstream.catalog import Catalog
 from millstream.home.home import Home
 from millstream.model.access import Rights
@@ -209,6 +210,23 @@ def test_what_everybody_may_ask_tells_nothing_of_what_there_is(app: Application,
     health = Endpoint("GET", "/healthz")
     assert set(json.loads(call(app, health, {}).text)) == {"healthy"}
     assert "owner" in json.loads(call(app, health, tokens.header("read all")).text)
+
+
+def test_a_reason_against_writes_is_for_readers(tmp_path: Path) -> None:
+    """The address told everyone names and folders of streams whose logs were gone."""
+    home = Home(make_home(tmp_path / "home", "[streams.shop]\n[http]\ntokens_required = true\n"))
+    home.prepare()
+    with OpenHome(home) as opened:
+        opened.append("shop", "public.orders", [{"id": 1}])
+    home.wal_folder("shop").rename(tmp_path / "elsewhere")
+    with home.open_catalog() as catalog:
+        made = {kind: catalog.create_access_token(Rights.parse([f"*={kind}"]))[1] for kind in ("read", "write")}
+    with contextlib.closing(Access.of_home(home)) as access, contextlib.closing(Application(home, access)) as app:
+        for path, field in (("/readyz", "detail"), ("/health", "message")):
+            for kind in ("none", "write", "read"):
+                answer = call(app, Endpoint("GET", path), Tokens(made).header(kind))
+                assert answer.status_code == 503
+                assert ("shop" in answer.json()[field]) == ("shop" in answer.text) == (kind == "read"), answer.text
 
 
 def test_where_no_token_is_asked_for_a_wrong_one_opens_as_well(home: Home, tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,9 @@ from millstream.home.home import Home
 from millstream.model.access import Rights
 from millstream.serving.access import Access
 from millstream.serving.application import Application
+from millstream.serving.http_reads import _Making
 from millstream.testing.errors import coded
+from millstream.workers import Pool
 
 
 @pytest.fixture
@@ -32,6 +37,33 @@ def home(tmp_path: Path) -> Path:
     with millstream.open(made) as opened:
         opened.append("web", "clicks", [{"n": n} for n in range(1000)])
     return made
+
+
+def test_a_caller_that_goes_away_leaves_no_stack_in_the_log() -> None:
+    """The error that ends the work of an answer was logged as one that nothing had retrieved."""
+    begun, given_up, logged = threading.Event(), threading.Event(), []
+
+    def parts() -> Iterator[bytes]:
+        begun.set()
+        assert given_up.wait(60)
+        raise LakeError("the query was cancelled")
+        yield b""
+
+    async def go_away() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: logged.append(context))
+        making = _Making(parts(), threads, given_up.set)
+        asking = asyncio.create_task(making.next())
+        assert await asyncio.to_thread(begun.wait, 60)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await making.close()
+        del making, asking
+        gc.collect()
+
+    with Pool(1, thread_name_prefix="reading") as threads:
+        asyncio.run(go_away())
+    assert logged == []
 
 
 def test_callers_that_go_before_the_first_byte_is_sent_leave_no_answer_behind(home: Path) -> None:

@@ -88,6 +88,8 @@ class Diffs:
         self, who: str, stream: str, table: str, on_end: Callable[[Comparison], None] = lambda _one: None
     ) -> None:
         """Start a comparison, and call `on_end` after it on another thread. Raises `UsageError` if one runs."""
+        if "\0" in table:  # no argument of a process holds one
+            raise UsageError("a table's name has no zero byte")
         arguments = ["diff", "--json", "--limit", str(KEYS_LISTED), "--stream", stream, "--", *filter(None, [table])]
         with self._lock:
             if self._process is not None:

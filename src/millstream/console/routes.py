@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -22,6 +23,7 @@ from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from millstream.app.home_changes import look
+from millstream.app.record_rates import Status
 from millstream.console import (
     actions,
     charts_page,
@@ -80,6 +82,10 @@ _STALLED_S: Final = 30.0
 """How long a viewer may read nothing of its differences."""
 _FORM_BYTES_MAX: Final = 64 << 10
 _DETAILS_AT_ONCE: Final = 2
+_REFUSED_NOTED_MAX: Final = 100
+"""Lines of the audit log about callers without the right, within `_REFUSED_WITHIN_S`: any token may cause them, and they
+mustn't fill the disk."""
+_REFUSED_WITHIN_S: Final = 3600.0
 _COMPRESSED_BYTES_MIN: Final = 4096
 _CHARTS_KEPT: Final = 32
 """Number of areas with charts that are kept until there are newer figures: making one takes some 30 ms."""
@@ -101,6 +107,8 @@ class Console:
             application.health.renewed, self._area, partial(look, self._home), application.health.last, timing=timing
         )
         self._drawn = lru_cache(_CHARTS_KEPT)(self._draw)
+        self._refused_s: deque[float] = deque(maxlen=_REFUSED_NOTED_MAX)
+        """Times of the last refusals in the audit log, on the monotonic clock."""
         self._name = self._home.path.name
         folder = files("millstream.console").joinpath("static")
         self._files = {name: folder.joinpath(name).read_bytes() for name in _FILES}
@@ -226,6 +234,7 @@ class Console:
                 period, stream = chosen or ["hour", next(iter(names), "")]
                 pieces = self._drawn(self.figures.version, tuple(names), stream, period, view.visible)
             case _:
+                assert view.path == "/", "`_live_path` knows each page"
                 pieces = pages.overview(status, snapshot.rates)
         return Rendered(list(pieces), len(troubles_of(status)))
 
@@ -245,7 +254,10 @@ class Console:
         try:
             caller.check(Right.ADMIN, order.stream)
         except AccessError as error:
-            await self._apart(actions.note_refused, self._home, order, error)
+            now_s = time.monotonic()
+            if len(self._refused_s) < _REFUSED_NOTED_MAX or now_s - self._refused_s[0] > _REFUSED_WITHIN_S:
+                self._refused_s.append(now_s)
+                await self._apart(actions.note_refused, self._home, order, error)
             raise
 
     def _may_act(self, caller: Caller, stream: str) -> bool:
@@ -269,11 +281,16 @@ class Console:
     async def _log(self, request: Request) -> Response:
         caller, visible = await self._viewer(request)
         name = request.path_params["stream"]
-        status = visible.part_of((await self.live.snapshot()).status)
-        if not any(one["name"] == name and one.get("id") for one in status["streams"]):
-            raise UnknownStream(f"no stream {name[:64]} has a log here", hint="`/log` lists all.")
+        status = await self._status_with_log(visible, name)
         details = await self._apart(log_page.details, self._home, status, name)
         return await self._page(View(address("log", name), visible), caller, f"Log of {name}", *details)
+
+    async def _status_with_log(self, visible: VisibleStreams, stream: str) -> Status:
+        """Return the status that a viewer may see; `UnknownStream` if the stream has no log in it."""
+        status = visible.part_of((await self.live.snapshot()).status)
+        if not any(one["name"] == stream and one.get("id") for one in status["streams"]):
+            raise UnknownStream(f"no stream {stream[:64]} has a log here", hint="`/log` lists all.")
+        return status
 
     async def _diff_form(self, request: Request) -> Response:
         caller, visible = await self._viewer(request)
@@ -287,7 +304,7 @@ class Console:
         caller, _ = await self._viewer(request)
         fields = await self._form(request)
         last = self.diffs.last
-        stops = fields.get("do") == "stop" and last is not None
+        stops = fields.get("do") == "stop"
         stream = last.stream if stops and last is not None else fields.get("stream", "")
         order = actions.Order(caller.name or "", "diff", stream, "" if stops else fields.get("table", "").strip())
         await self._check_acts(caller, order)
@@ -302,6 +319,7 @@ class Console:
         period, stream = request.path_params["period"], request.path_params["stream"]
         if period not in PERIODS:
             raise HttpError(f"there is no period {period[:20]}", code="unknown_path", hint="`/charts` has the hour.")
+        await self._status_with_log(visible, stream)
         return await self._page(View(address("charts", period, stream), visible), caller, PAGES["/charts"])
 
     async def _paths(self, request: Request) -> Response:
@@ -411,8 +429,8 @@ class Console:
         return {name: values[0] for name, values in fields.items()}
 
     async def _events(self, request: Request) -> Response:
-        path = _live_path(request.query_params.get("path", "/"))
         try:
+            path = _live_path(request.query_params.get("path", "/"))
             _, visible = await self._viewer(request)
         except MillstreamError as error:
             return Response(encoded(problem_of(error)), int(status_of(error)), media_type="application/problem+json")
@@ -500,14 +518,21 @@ async def _send(send: Send, event: str, data: object) -> None:
 
 
 def _live_path(path: str) -> str:
-    """Return the one spelling of a page's path; the overview's for others, so that none has an area of its own."""
+    """Return the one spelling of a page's path; `HttpError` (`unknown_path`) if no page with a live area has it."""
     parts = [unquote(part) for part in path.split("/")[1:]]
-    width = {"tables": (1, 3), "log": (1, 2), "consumers": (1, 3), "nodes": (1,), "diff": (1,), "charts": (1, 3)}.get(
-        parts[0] if parts else "", ()
-    )
-    if parts[:1] == ["charts"] and len(parts) == 3 and parts[1] not in PERIODS:
-        return "/charts"
-    return address(*parts) if len(parts) in width else "/"
+    pages_of: dict[str, tuple[int, ...]] = {
+        "": (1,),
+        "tables": (1, 3),
+        "log": (1, 2),
+        "consumers": (1, 3),
+        "nodes": (1,),
+        "diff": (1,),
+        "charts": (1, 3),
+    }
+    is_known = len(parts) in pages_of.get(parts[0] if parts else "", ())
+    if not is_known or (parts[0] == "charts" and len(parts) == 3 and parts[1] not in PERIODS):
+        raise HttpError(f"there is no page {path[:200]}", code="unknown_path", hint="`/` is the first page.")
+    return address(*parts)
 
 
 def _html(data: bytes, status: int = 200) -> Response:

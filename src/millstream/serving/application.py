@@ -106,6 +106,15 @@ class Application:
             return (await self.access.caller_of(scope)).may(Right.READ)
         return False
 
+    async def _readiness(self, scope: Scope) -> tuple[bool, str, bool]:
+        """Return whether writes are taken, and why not; and whether the caller may read the home.
+
+        The reason can name streams, folders and nodes: only a caller that may read gets it.
+        """
+        ready, why = await asyncio.to_thread(self.health.ready)
+        may_read = await self._may_read(scope)
+        return ready, why if ready or may_read else "writes aren't taken", may_read
+
     def asgi(self) -> Any:
         """Return the application, as a server calls it."""
         others = self.make_fastapi()
@@ -197,9 +206,8 @@ class Application:
             responses=unready,
         )
         async def get_readiness(request: Request) -> Response:
-            ready, why = await asyncio.to_thread(health.ready)
-            # A caller without read rights gets whether the home is ready, not why capture waits.
-            errors = await asyncio.to_thread(health.errors) if await self._may_read(request.scope) else []
+            ready, why, may_read = await self._readiness(request.scope)
+            errors = await asyncio.to_thread(health.errors) if may_read else []
             if not ready:
                 return response_of(plain_problem(503, why) | ({"errors": errors} if errors else {}))
             return JSONResponse({"ready": True, "detail": why, "errors": errors})
@@ -230,8 +238,8 @@ class Application:
             return Response(status_code=204, headers=influx)
 
         @app.get("/health", tags=["write"], summary="InfluxDB's: whether lines are taken.", responses=unready)
-        def get_influx_health() -> JSONResponse:
-            ready, why = health.ready()
+        async def get_influx_health(request: Request) -> JSONResponse:
+            ready, why, _ = await self._readiness(request.scope)
             facts: dict[str, Any] = {
                 "name": "influxdb",
                 "message": why,

@@ -442,6 +442,8 @@ class _Making:
                 if not work.cancel():
                     self._give_up()
                 await asyncio.wait([waiting])
+            if not waiting.cancelled():
+                waiting.exception()  # else the event loop logs it with its stack: a caller that goes away is no error
             raise
 
     async def close(self) -> None:
