@@ -279,6 +279,35 @@ def test_another_regions_change_for_the_user_ends_the_repetition(change: Any, *,
     assert (two.feed(1) == last) == is_repeated
 
 
+def test_a_preview_at_the_same_moment_lacks_what_another_region_has_hidden_since() -> None:
+    """The arms of the preview before were taken again: another region's hides were no change of the state."""
+    one, two = two_regions()
+    shown = two.feed(1, 50, seed=3, preview=True).items
+    one.hide(1, shown[0].item_id)
+    exchange()
+    left = {item.item_id for item in two.feed(1, 50, seed=3, preview=True).items}
+    assert left == {item.item_id for item in shown[1:]}
+
+
+@pytest.mark.parametrize("lift", [False, True])
+def test_what_a_failed_call_did_not_merge_is_merged_by_the_next(*, lift: bool) -> None:
+    """The engine took the other log as read, so what was hidden there showed until its next record of `hides`."""
+    one, two = two_regions()
+    item = two.feed(1, seed=3).items[0].item_id
+    if lift:
+        one.hide(1, item)
+        exchange()
+        two.feed(1)
+        one.unhide(1, item)
+    else:
+        one.hide(1, item)
+    exchange()
+    WORLD[2].fail_next_merge = True
+    with pytest.raises(ReplicationError):
+        two.feed(1, seed=4)
+    assert (item in {shown.item_id for shown in two.feed(1, 50, seed=4).items}) == lift
+
+
 def test_what_is_hidden_again_stays_hidden_if_another_region_had_lifted_it_before() -> None:
     one, two = two_regions()
     item = two.feed(1, seed=3).items[0].item_id

@@ -293,7 +293,7 @@ class State:
         self.signals: Final = Signals()
         self.hides: Final = Hides()
         self.applied = 0
-        """Number of records that were taken."""
+        """Grows with every change: what was computed from this state is as good as new until then."""
         self.heartbeat_ns: int | None = None
         """Time of the newest heartbeat."""
         self._folds: Final[dict[str, Callable[[pa.RecordBatch], None]]] = {
@@ -318,6 +318,11 @@ class State:
                 # As one batch: a look at each would cost every answer some 80 µs, for as long as it waits.
                 (early,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
                 self._apply_ready(early_table, early)
+
+    def replace_hides(self, rows: pa.Table, seq: int) -> None:
+        """Take merged rows in place of all records of `hides` so far; `Hides.replace` has the arguments."""
+        self.applied += 1
+        self.hides.replace(rows, seq)
 
     def index(self) -> None:
         """Index everything that was taken, so that the next answer needn't."""
