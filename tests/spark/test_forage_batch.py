@@ -114,10 +114,17 @@ def test_the_tables_are_of_all_regions_that_the_home_follows(spark: SparkSession
         (home / "millstream.toml").write_text(home_config(region) + other)
     with ForageEngine.open(one, clock=lambda: NOW_NS) as engine:
         engine.seed_default_corpus()
+        repeated = engine.items(limit=1).items[0].item_id
+    shutil.copytree(one / "data/wal/forage", two / "data/wal/forage@1")
+    with ForageEngine.open(two, clock=lambda: NOW_NS) as engine:
+        engine.signal(3, repeated, "view", idempotency_key="k")
+    with ForageEngine.open(one, clock=lambda: NOW_NS) as engine:
+        engine.signal(3, repeated, "view", idempotency_key="k")
         shown = engine.feed(1, 7, 1).items
         engine.signal(1, shown[0].item_id, "save", impression_id=shown[0].impression_id)
         engine.hide(1, shown[5].item_id)
         engine.hide(1, shown[6].item_id)
+    shutil.rmtree(two / "data/wal/forage@1")
     shutil.copytree(one / "data/wal/forage", two / "data/wal/forage@1")
     with ForageEngine.open(two, clock=lambda: NOW_NS) as engine:
         engine.signal(1, shown[0].item_id, "save", impression_id=shown[0].impression_id)
@@ -129,6 +136,7 @@ def test_the_tables_are_of_all_regions_that_the_home_follows(spark: SparkSession
     assert len(items) == 100
     assert sum(row["impressions"] for row in items.values()) == 14
     assert (items[shown[0].item_id]["saves"], items[shown[1].item_id]["shares"]) == (1, 1), "the repeat counts once"
+    assert items[repeated]["views"] == 1, "so does the repeat under a key"
     assert [item for item, row in items.items() if row["hidden_by"]] == [shown[6].item_id]
     recorded = DeltaTable(landed[0].folder).history(1)[0]
     assert {TOKEN_KEY, "forage@1.token"} <= recorded.keys()

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from millstream import AppendedTables, StreamToken
-from millstream.errors import AppendOutcomeUnknown, SessionExpired, UnknownStream, UnknownTable
+from millstream.errors import AppendOutcomeUnknown, ReplicationError, SessionExpired, UnknownStream, UnknownTable
 from millstream_forage.clock import Clock
 from millstream_forage.embedding import HashedGrams
 from millstream_forage.engine import ForageEngine
@@ -126,6 +126,8 @@ class MemoryRegion(MemoryHome):
         self._time = 0
         self.hybrid: dict[int, int] = {}
         """Hybrid time of each record of this region's log, by its number."""
+        self.fail_next_merge = False
+        """Whether the next merge fails, as if another region's rows were too old."""
 
     def append(self, name: str, batch: pa.RecordBatch) -> None:
         first = self.end + 1
@@ -160,6 +162,9 @@ class MemoryRegion(MemoryHome):
 
     def merged(self, _stream: str, table: str) -> pa.Table:
         """Return the merged hides as Millstream merges a column of kind `hide`: hidden unless lifted later."""
+        if self.fail_next_merge:
+            self.fail_next_merge = False
+            raise ReplicationError("another region's rows are too old", code="replica_too_stale")
         newest: dict[tuple[int, str, str], dict[bool, int]] = {}
         for region, home in ((self.region, self), *((int(name[7:]), home) for name, home in self.others.items())):
             for row in home.rows(table):

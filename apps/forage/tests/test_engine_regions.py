@@ -81,6 +81,14 @@ class Partitions(RuleBasedStateMachine):
         except (UnknownItem, UnknownImpression):
             assert impression >> REGION_BITS != region
 
+    @rule(region=REGIONS, user=USERS, kind=st.sampled_from(["view", "save"]))
+    def resend(self, region: int, user: int, kind: str) -> None:
+        """A client that got no answer sends its signal again, to any region."""
+        try:
+            self.engines[region].signal(user, (1 << REGION_BITS) + 1, kind, idempotency_key=f"key of the {kind}")
+        except UnknownItem:
+            assert region != 1
+
     @rule(region=REGIONS, user=USERS, at=st.integers(0, 100), lift=st.booleans())
     def block(self, region: int, user: int, at: int, *, lift: bool) -> None:
         creator = CORPUS[at % len(CORPUS)].creator
@@ -98,13 +106,14 @@ class Partitions(RuleBasedStateMachine):
                 self.hear(region, other, 1.0)
         answers = [self.answers(region) for region in WORLD]
         assert answers[0] == answers[1] == answers[2]
-        on_impressions = {(row["impression"], row["kind"]) for home in WORLD.values() for row in home.rows("signals")}
+        sent = [row for home in WORLD.values() for row in home.rows("signals")]
+        counted = {(row["impression"] or (row["user"], row["idempotency_key"]), row["kind"]) for row in sent}
         signals = [item.signals for item in self.engines[1].items(limit=1000).items]
-        assert sum(sum(counts.values()) for counts in signals) == len(on_impressions)
+        assert sum(sum(counts.values()) for counts in signals) == len(counted)
         for region, home in WORLD.items():
             others = [other for other in WORLD if other != region]
             log = RecordedLog(home, others)  # type: ignore[arg-type]
-            assert len(list(log.signals(Selection()))) == len(on_impressions)
+            assert len(list(log.signals(Selection()))) == len(counted)
 
     def answers(self, region: int) -> Any:
         engine = self.engines[region]
@@ -220,6 +229,25 @@ def test_an_export_has_the_signals_of_all_regions_once() -> None:
         assert pairs == [(shown[1].item_id, "hide"), *((item_id, "ignored") for item_id in ignored)]
 
 
+def test_a_signal_that_two_regions_got_under_one_key_counts_once() -> None:
+    """A client whose region answered too late sent it to another one: without an impression, both counted."""
+    one, two = two_regions()
+    item = one.items(limit=1).items[0].item_id
+    for engine in (one, two):
+        assert not engine.signal(1, item, "save", idempotency_key="k").duplicate
+        engine.signal_dwell(1, item, 9_000 if engine is one else 6_000, idempotency_key="other lengths")
+    exchange()
+    for engine in (one, two, engine_on(WORLD[1], SetClock()), engine_on(WORLD[2], SetClock())):
+        (listed,) = engine.items(limit=1).items
+        assert (listed.signals["save"], listed.signals["dwell"]) == (1, 2)
+        assert engine.signal(1, item, "save", idempotency_key="k").duplicate
+    for region in (1, 2):
+        log = RecordedLog(WORLD[region], [3 - region])  # type: ignore[arg-type]
+        assert sorted(row["signal_type"] for row in log.signals(Selection())) == ["dwell", "dwell", "save"]
+    feeds = [[item.propensity for item in engine.feed(1, seed=5, preview=True).items] for engine in (one, two)]
+    assert feeds[0] == feeds[1]
+
+
 def two_regions() -> tuple[ForageEngine, ForageEngine]:
     """Return the engines of two regions: the second one has an item older than those of the first, and a newer one."""
     times = count(1)
@@ -277,6 +305,35 @@ def test_another_regions_change_for_the_user_ends_the_repetition(change: Any, *,
     change(one, last.items[0].item_id)
     exchange()
     assert (two.feed(1) == last) == is_repeated
+
+
+def test_a_preview_at_the_same_moment_lacks_what_another_region_has_hidden_since() -> None:
+    """The arms of the preview before were taken again: another region's hides were no change of the state."""
+    one, two = two_regions()
+    shown = two.feed(1, 50, seed=3, preview=True).items
+    one.hide(1, shown[0].item_id)
+    exchange()
+    left = {item.item_id for item in two.feed(1, 50, seed=3, preview=True).items}
+    assert left == {item.item_id for item in shown[1:]}
+
+
+@pytest.mark.parametrize("lift", [False, True])
+def test_what_a_failed_call_did_not_merge_is_merged_by_the_next(*, lift: bool) -> None:
+    """The engine took the other log as read, so what was hidden there showed until its next record of `hides`."""
+    one, two = two_regions()
+    item = two.feed(1, seed=3).items[0].item_id
+    if lift:
+        one.hide(1, item)
+        exchange()
+        two.feed(1)
+        one.unhide(1, item)
+    else:
+        one.hide(1, item)
+    exchange()
+    WORLD[2].fail_next_merge = True
+    with pytest.raises(ReplicationError):
+        two.feed(1, seed=4)
+    assert (item in {shown.item_id for shown in two.feed(1, 50, seed=4).items}) == lift
 
 
 def test_what_is_hidden_again_stays_hidden_if_another_region_had_lifted_it_before() -> None:

@@ -164,6 +164,36 @@ def test_the_keyboard_alone_is_enough(
         assert creator not in browser.run("[...document.querySelectorAll('.creator')].map((node) => node.textContent)")
 
 
+def test_a_failed_action_brings_its_card_back_and_stays_explained(
+    browser: Chromium, home: MemoryHome, engine: ForageEngine, tmp_path: Path
+) -> None:
+    """The next feed took the reason away at once; and while the server was gone, a second skip raised a TypeError."""
+    fails = (
+        "window.real ??= window.fetch; window.fetch = (path, ...rest) =>"
+        " {0} ? Promise.reject(new TypeError('down')) : real(path, ...rest)"
+    )
+    problem = "document.getElementById('problem').textContent"
+    with served(engine, tmp_path) as address:
+        browser.before("window.setInterval = () => 0")  # the test asks for each feed
+        browser.open(f"{address}/")
+        browser.until(f"{CARDS} === 7")
+        items = browser.run(ITEMS)
+        browser.run(fails.replace("{0}", "path === '/signal'"))
+        browser.click("#feed > li:first-child [data-action=skip]")
+        browser.until(f"{problem} === 'down' && {CARDS} === 7")
+        browser.run("refresh()")
+        assert (browser.run(problem), browser.run(ITEMS)) == ("down", items)
+        browser.run(fails.replace("{0}", "true"))
+        for left in (6, 5):
+            browser.click("#feed > li:first-child [data-action=skip]")
+            browser.until(f"{CARDS} === {left} && {problem}.includes('The server can')")
+        browser.run(fails.replace("{0}", "false"))
+        browser.run("refresh()")
+        assert browser.run(problem) == ""
+        assert browser.run(ITEMS) == items
+        assert home.rows("signals") == []
+
+
 def test_opening_an_item_is_a_view_and_coming_back_a_dwell(
     browser: Chromium, home: MemoryHome, engine: ForageEngine, tmp_path: Path
 ) -> None:

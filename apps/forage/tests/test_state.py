@@ -148,16 +148,22 @@ def test_a_history_folds_to_the_same_state_at_once_and_record_by_record(history:
 
 @example(GROWING_DWELLS)
 @given(HISTORY)
-def test_an_impression_counts_one_signal_of_a_kind_and_its_longest_dwell(history: list[dict[str, Any]]):
+def test_an_impression_counts_one_signal_of_a_kind_and_its_longest_dwell_and_a_key_one_alike(
+    history: list[dict[str, Any]],
+):
     records = records_of(history)
     state = folded_at_once(records)
     signals = [row for table, row in records if table == "signals"]
     counting = set()
     best: dict[int, float] = {}
     by_pair: dict[tuple[int, str], dict[str, Any]] = {}
+    sent: set[tuple[Any, ...]] = set()
     for row in signals:
         if row["impression"] is None:
-            counting.add(row["id"])
+            said = tuple(row[name] for name in ("user", "idempotency_key", "item", "kind", "duration_ms"))
+            if row["idempotency_key"] is None or said not in sent:
+                counting.add(row["id"])
+            sent.add(said)
             continue
         pair = (row["impression"], row["kind"])
         first = by_pair.get(pair)

@@ -10,8 +10,8 @@ are read too, and what is hidden is merged from all of them.
 | `exploring_by_day` | a day, exploring or not: impressions, trials, mean reward of a trial |
 | `policy_values` | a policy: the reward of a slot that it would have earned, with standard errors |
 
-Signals count as in the feed: of an impression one of a kind, of its dwells the longest. A trial is an impression with
-signals, or a signal without impression.
+Signals count as in the feed: of an impression one of a kind, of its dwells the longest; a signal that two regions got under
+one key counts once. A trial is an impression with signals, or a signal without impression.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ READ: Final = ("items", "impressions", "signals", "hides")
 COUNTED: Final = """
 SELECT * FROM (
   SELECT *, row_number() OVER (
-    PARTITION BY coalesce(impression, -id), kind ORDER BY coalesce(duration_ms, 0) DESC, __seq
+    PARTITION BY kind, coalesce(
+      CAST(impression AS string),
+      concat('key ', user, ' ', item, ' ', coalesce(duration_ms, 0), ' ', idempotency_key),
+      concat('signal ', id)
+    ) ORDER BY coalesce(duration_ms, 0) DESC, __seq
   ) AS place FROM signals
 ) WHERE place = 1
 """

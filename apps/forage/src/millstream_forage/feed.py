@@ -219,7 +219,7 @@ class History:
         self.exploring_reward: Final = float(rewards[exploring].sum())
         self.exploring_trials: Final = float(exploring.sum())
         given = signals.by_user.rows(user)
-        given = given[signals.impressions.values[given] == NO_ROW]
+        given = given[signals.counts.values[given] & (signals.impressions.values[given] == NO_ROW)]
         trial_arms = np.concatenate([shown.arms.values[rows], state.items.arms.values[signals.items.values[given]]])
         rewards = np.concatenate([rewards, signals.weights.values[given]])
         times = np.concatenate([shown.shown_ns.values[rows], signals.given_ns.values[given]])

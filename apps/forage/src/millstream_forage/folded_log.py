@@ -61,6 +61,8 @@ class FoldedLog:
         """The token up to which the own log is folded."""
         # As `at`, for the logs of other regions.
         self._others_at: dict[str, StreamToken] = {}
+        # Whether records of `hides` came since they were last merged. If a call fails in between, the next one merges them.
+        self._has_new_hides = False
         self._fold_everything()
 
     @property
@@ -92,9 +94,11 @@ class FoldedLog:
         token = self._home.token(STREAM)
         if token != self.at:
             self._fold_upto(token)
-        changed = [self._fold_other(name, token) for name, token in self._news()]
-        if any(changed):
-            self._merge_hides(int(self.at.minimum))
+        for name, end in self._news():
+            self._fold_other(name, end)
+        if self._has_new_hides and self._others_at:
+            self.state.replace_hides(self._merged_hides(), int(self.at.minimum))
+        self._has_new_hides = False
 
     def append(self, rows: Mapping[str, list[dict[str, Any]]]) -> None:
         """Append rows of several tables as one operation, and fold them once they are durable.
@@ -136,12 +140,11 @@ class FoldedLog:
         for name, batch in tables.items():
             self._fold(name, batch.append_column("__seq", pa.array(numbers[name])))
         self.at = ack.token
-        if "hides" in tables and self._others_at:
-            self._merge_hides(int(self.at.minimum))
         return True
 
     def _fold(self, table: str, batch: pa.RecordBatch) -> None:
         """Fold records. After a failure the state has a part of them: nothing is answered from it."""
+        self._has_new_hides |= table == "hides"
         try:
             self.state.apply(table, batch)
         except BaseException:
@@ -149,14 +152,10 @@ class FoldedLog:
             raise
 
     def _fold_upto(self, token: StreamToken) -> None:
-        has_hides = False
         for batch in self._home.read(STREAM, after=self.at, upto=token):
             table = table_of(batch)
-            has_hides |= table == "hides"
             self._fold(table, usable(table, batch))
         self.at = token
-        if has_hides and self._others_at:
-            self._merge_hides(int(token.minimum))
 
     def _news(self) -> Iterator[tuple[str, StreamToken]]:
         """Yield the logs of other regions that have more than is folded, with their ends."""
@@ -164,22 +163,21 @@ class FoldedLog:
             if token != self._others_at.get(name):
                 yield name, token
 
-    def _fold_other(self, name: str, token: StreamToken) -> bool:
-        """Fold the news of another region's log; return whether it has hides, which are merged, not folded."""
-        has_hides = False
+    def _fold_other(self, name: str, token: StreamToken) -> None:
+        """Fold the news of another region's log, except hides, which are merged."""
         for batch in self._home.read(name, after=self._others_at.get(name, beginning(token)), upto=token):
             table = table_of(batch)
-            has_hides |= table == "hides"
             records = usable(table, batch)
             check_region(records, name)
-            if table != "hides":
+            if table == "hides":
+                self._has_new_hides = True
+            else:
                 self._fold(table, foreign(records, int(self.at.minimum)))
         self._others_at[name] = token
-        return has_hides
 
-    def _merge_hides(self, seq: int) -> None:
-        """Take the merged hides; those that differ from before count as changed at a number of the own log."""
-        self.state.hides.replace(usable("hides", self._home.merged(STREAM, "hides")), seq)
+    def _merged_hides(self) -> pa.Table:
+        """Return the rows of `hides` as all regions' records make them."""
+        return usable("hides", self._home.merged(STREAM, "hides"))
 
     def _fold_everything(self) -> None:
         """Fold the logs table by table: whole tables fold much faster than the small batches of their order."""
@@ -191,7 +189,7 @@ class FoldedLog:
                 for batch in own:
                     self.state.apply(table, batch)
                 if any(True for batches in others for _ in batches):
-                    self._merge_hides(0)
+                    self.state.replace_hides(self._merged_hides(), 0)
             else:
                 for batch in in_order(table, own, [map(foreign, batches) for batches in others]):
                     self.state.apply(table, batch)

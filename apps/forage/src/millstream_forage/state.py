@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -174,11 +174,14 @@ class Signals:
         """NO_ROW if it has none."""
         self.seqs: Final = Column(np.int64)
         self.counts: Final = Column(np.bool_)
-        """Whether it counts: of an impression one signal of a kind does, of its dwells the longest."""
+        """Whether it counts: of an impression one signal of a kind does, of its dwells the longest; of a signal that two
+        regions got under one key the first."""
         self.by_id: Final = Index(self.ids)
         self.by_user: Final = Index(self.users)
         self.by_key: Final[dict[tuple[int, str], int]] = {}
         """Row of each user's idempotency key."""
+        self._sent: Final[set[tuple[Any, ...]]] = set()
+        """Signals with a key and without impression: two regions may have got the same one."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -187,14 +190,18 @@ class Signals:
         """Take new signals, all of items and impressions that are known. An id that came before is skipped."""
         batch = _without_known(batch, self.by_id)
         begin, count = len(self), batch.num_rows
-        users = batch["user"].to_numpy()
-        keys = batch["idempotency_key"]
-        if keys.null_count < count:
-            for row, (user, key) in enumerate(zip(users.tolist(), keys.to_pylist(), strict=True), begin):
+        repeats = np.zeros(count, np.bool_)
+        if batch["idempotency_key"].null_count < count:
+            names = ("user", "idempotency_key", "impression", "item", "kind", "duration_ms")
+            for at, sent in enumerate(zip(*(batch[name].to_pylist() for name in names), strict=True)):
+                user, key, impression, *_ = sent
                 if key is not None:
-                    self.by_key.setdefault((user, key), row)
+                    self.by_key.setdefault((user, key), begin + at)
+                    if impression is None:
+                        repeats[at] = sent in self._sent
+                        self._sent.add(sent)
         self.ids.extend(batch["id"].to_numpy())
-        self.users.extend(users)
+        self.users.extend(batch["user"].to_numpy())
         self.items.extend(items.by_id.first_rows(batch["item"].to_numpy()))
         self.kinds.extend(_codes(batch["kind"], KIND_CODES))
         self.weights.extend(batch["weight"].to_numpy())
@@ -203,10 +210,10 @@ class Signals:
         self.durations_ms.extend(batch["duration_ms"].fill_null(NO_ROW).to_numpy())
         self.seqs.extend(batch["__seq"].to_numpy())
         self.counts.extend(np.zeros(count, np.bool_))
-        self._count(np.arange(begin, begin + count), impressions, items)
+        self._count(begin + np.flatnonzero(~repeats), impressions, items)
 
     def _count(self, rows: Ints, impressions: Impressions, items: Items) -> None:
-        """Find the new signals that count, and give their impressions the rewards."""
+        """Find the signals that count among new ones, and give their impressions the rewards."""
         shown, kinds = self.impressions.values[rows], self.kinds.values[rows]
         of_one = shown != NO_ROW
         on, bits = shown[of_one], np.left_shift(1, kinds[of_one])
@@ -268,7 +275,7 @@ class Hides:
         """Take merged rows in place of all records so far.
 
         Args:
-            seq: the number in the own log at which those changed that differ.
+            seq: the number in this region's log at which a user's targets changed, if they differ from before.
         """
         before = {user: hidden.by_target for user, hidden in self.by_user.items()}
         for hidden in self.by_user.values():
@@ -293,7 +300,7 @@ class State:
         self.signals: Final = Signals()
         self.hides: Final = Hides()
         self.applied = 0
-        """Number of records that were taken."""
+        """Grows with every change: what was computed from this state is as good as new until then."""
         self.heartbeat_ns: int | None = None
         """Time of the newest heartbeat."""
         self._folds: Final[dict[str, Callable[[pa.RecordBatch], None]]] = {
@@ -318,6 +325,11 @@ class State:
                 # As one batch: a look at each would cost every answer some 80 µs, for as long as it waits.
                 (early,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
                 self._apply_ready(early_table, early)
+
+    def replace_hides(self, rows: pa.Table, seq: int) -> None:
+        """Take merged rows in place of all records of `hides` so far; `Hides.replace` has the arguments."""
+        self.applied += 1
+        self.hides.replace(rows, seq)
 
     def index(self) -> None:
         """Index everything that was taken, so that the next answer needn't."""

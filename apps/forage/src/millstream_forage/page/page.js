@@ -18,6 +18,7 @@ let loads = 0;
 let shown = null; // the feed on the page
 let undoing = null; // the target that Undo shows again
 let opened = null; // the item that the reader opened, and since when
+let unreachable = false; // the problem on the page is that no feed came; an action's stays until another one succeeds
 const gone = new Map(); // items that were skipped or hidden here, and not yet by the server's answer: id to true
 
 async function call(path, body) {
@@ -48,11 +49,14 @@ async function refresh() {
   try {
     const feed = await call(`/feed?user=${user}&limit=${SLOTS}`);
     if (load !== loads) return;
-    tell(null);
+    if (unreachable) tell(null);
+    unreachable = false;
     byId("access").hidden = true;
     render(feed);
   } catch (error) {
-    if (load === loads) tell(error instanceof TypeError ? "The server can't be reached. The page tries again." : error.message);
+    if (load !== loads) return;
+    unreachable = true;
+    tell(error instanceof TypeError ? "The server can't be reached. The page tries again." : error.message);
   }
 }
 
@@ -139,7 +143,7 @@ async function act(action, item) {
     tell(null);
     if (said) say(said, target && { reader, target });
   } catch (error) {
-    shown = null;
+    shown.feed = { ...shown.feed, feed_id: null }; // what was taken away comes back with the next feed
     tell(error.message);
   }
   for (const id of left) gone.delete(id);
@@ -158,6 +162,7 @@ async function undo() {
   say("");
   try {
     await call("/hide", { user_id: reader, kind: "unhide", target });
+    tell(null);
     say("It may be shown again.");
   } catch (error) {
     tell(error.message);
@@ -213,6 +218,7 @@ byId("reader").addEventListener("submit", (event) => {
   event.preventDefault();
   user = Number(byId("user").value);
   history.replaceState(null, "", `?user=${user}`);
+  tell(null);
   say("");
   refresh();
 });
