@@ -137,7 +137,7 @@ def test_values_and_what_is_none(text: str, value: object):
         ("m f=1e309", "a float is beyond 64 bits"), ("m f=-1.8e308", "a float is beyond 64 bits"), ("m f=" + "9" * 400, "a float is beyond 64 bits"),
         ("m f=9223372036854775808i", "an integer is beyond 64 bits"), ("m f=-9223372036854775809i", "an integer is beyond 64 bits"),
         ("m f=" + "9" * 5000 + "i", "an integer is beyond 64 bits"), ("m f=18446744073709551616u", "an unsigned integer is beyond 64 bits"),
-        ('m f="a', "a string has no end: all that follows is part of it"), ('m f="a\\"', "a string has no end: all that follows is part of it"),
+        ('m f="a', "a string has no end: everything that follows is part of it"), ('m f="a\\"', "a string has no end: everything that follows is part of it"),
         ('m f="a"b', "something stands behind a string that is neither a comma nor a space"), ('m f="a""b"', "something stands behind a string that is neither a comma nor a space"),
         ("m f=1 a", "its timestamp is no whole number"), ("m f=1 1.5", "its timestamp is no whole number"), ("m f=1 -", "its timestamp is no whole number"),
         ("m f=1 1i", "its timestamp is no whole number"), ("m f=1 +1", "its timestamp is no whole number"), ("m f=1, g=2", "a field has no key"), ("m f=1 g=2", "its timestamp is no whole number"),

@@ -113,7 +113,7 @@ def error_of_redis(error: Exception, name: str, *, what: str = "write buffer") -
     passing = redis.ReadOnlyError, redis.exceptions.ClusterDownError, redis.exceptions.TryAgainError
     if isinstance(error, redis.ResponseError) and not isinstance(error, passing):
         if said.startswith(_GONE):
-            return BufferMissing(f"write buffer {name} is gone from Redis, or was made anew", buffer=name)
+            return BufferMissing(f"write buffer {name} is gone from Redis, or was made again", buffer=name)
         if not said.startswith(_BUSY):
             return BufferRefused(
                 f"Redis refuses {what} {name}: {said}",

@@ -332,9 +332,11 @@ def _check_again(
     had, have = first.rows[int(row.id)], now.rows.get(int(row.id))
     if done.state is not Compared.DIFFERENT:
         return
-    reason = "" if have is not None else "it left the stream meanwhile"
+    reason = "" if have is not None else "it left the stream during the comparison"
     if have is not None:
-        reason = now.obstacle(have) or ("it was copied again meanwhile" if have.copy_id != had.copy_id else "")
+        reason = now.obstacle(have) or (
+            "it was copied again during the comparison" if have.copy_id != had.copy_id else ""
+        )
     if not reason and came:
         reason = f"it got the partition {', '.join(came)}: capture copies the rows that came with it"
     if reason:
@@ -524,7 +526,7 @@ def _note_columns(columns: Sequence[ComparedColumn], types: Mapping[str, pa.Data
     sent = {column.name for column in columns}
     left = [name for name in types if name not in sent]
     if left:
-        done.notes.append(f"the source doesn't send {', '.join(left)} (any more): not compared")
+        done.notes.append(f"the source doesn't send {', '.join(left)} (now): not compared")
 
 
 def _unequal(

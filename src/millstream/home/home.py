@@ -371,7 +371,7 @@ class Home(HomePaths):
                 folder.mkdir(mode=0o700, exist_ok=True)
                 facts = folder.lstat()
                 if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or folder.is_symlink():
-                    problems.append(f"{folder}: belongs to somebody else, or is open to others")
+                    problems.append(f"{folder}: belongs to another user, or is open to others")
                     continue
             except OSError as error:
                 problems.append(f"{folder}: {error.strerror}")

@@ -180,7 +180,7 @@ def _last_number(asked: datetime | StreamToken, wal: Path, found: FetchedStream)
             raise _damaged(found, wal)  # the damaged part may have been committed before the moment, too
         if upto < reader.first_seq():
             raise UsageError(
-                f"all that the store has of the stream was committed after {asked.isoformat()}",
+                f"everything that the store has of the stream was committed after {asked.isoformat()}",
                 hint="Name a later moment; without --at everything is restored.",
             )
         return upto

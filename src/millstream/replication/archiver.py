@@ -36,7 +36,9 @@ _HEARS_FOR_S: Final = 0.02
 """Seconds that it waits for acknowledgements before it looks for more to store: a store takes as long for any object.
 """
 
-_HOLE_HINT: Final = "Name another place in [replication] object_store: what is kept goes there. What is stored stays, and can be restored."
+_HOLE_HINT: Final = (
+    "Name another place in [replication] object_store; the present one keeps its objects, and can be restored from."
+)
 
 
 class WalArchiver:

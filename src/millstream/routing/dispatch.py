@@ -184,7 +184,7 @@ class Dispatcher:
     def _taking(self) -> Iterator[None]:
         with self._changed:
             if self._closed:
-                raise WriterClosed("the stream was closed meanwhile; nothing of it was appended")
+                raise WriterClosed("the stream was closed; none of these rows were appended")
             self._under_way += 1
         try:
             yield

@@ -162,7 +162,7 @@ class Application:
             "/v1/streams/{stream}/session",
             tags=["write"],
             dependencies=[Depends(allow(Right.WRITE))],
-            summary="What a stream's log has of a session of an application: its mark, and which numbers above that.",
+            summary="A session as the stream's log has it: its mark, and its numbers above the mark.",
         )
         async def get_session(stream: str, name: str) -> JSONResponse:
             found = await asyncio.wrap_future(self._sessions.submit(self.appender.session, stream, name))

@@ -203,7 +203,7 @@ class Reading:
             "/{stream}/latest",
             responses=_PIECES,
             dependencies=may_read,
-            summary="What became of a table's rows.",
+            summary="Net changes of a table's rows.",
             response_class=StreamingResponse,
         )
         async def latest(

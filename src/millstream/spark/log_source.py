@@ -195,7 +195,7 @@ class MillstreamSource(DataSource):
         """Return the reader for `spark.readStream`; `UsageError` with `merged`."""
         options = SourceOptions.parse(self.options)
         if options.merged is not None:
-            raise UsageError("merged rows are no stream", hint="Read them with spark.read, each time anew.")
+            raise UsageError("merged rows are no stream", hint="Read them again with spark.read.")
         return MillstreamStreamReader(_Scan.of(options, schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001 - Spark's

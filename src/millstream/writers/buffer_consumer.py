@@ -374,7 +374,7 @@ class BufferTaking:
             offset=int(offset),
             code=why.code,
             error=why.message,
-            hint=f"{why.hint} Then start anew, or ask for it by `millstream tables retry`: what it lacks is taken from the buffer.".strip(),
+            hint=f"{why.hint} Then restart, or run `millstream tables retry`: the table's missing rows are read from the buffer.".strip(),
         )
 
     def passed(self, shard: ShardId, place: BufferOffset, *, behind: BufferOffset) -> None:

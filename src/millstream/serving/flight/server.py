@@ -322,7 +322,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
     def list_actions(self, context: Any) -> list[Any]:
         """Return the only action."""
         self._caller(context)
-        return [fl.ActionType(ACTION, "What other nodes ask.")]
+        return [fl.ActionType(ACTION, "Requests of other nodes.")]
 
     @_told
     def get_flight_info(self, context: Any, descriptor: Any) -> Any:
