@@ -223,7 +223,6 @@ def _console(folder: Path) -> str | None:
 
 
 # --- processes
-# -----------------------------------------------------------------------------------------------------
 
 
 def _argv(folder: Path, command: str, *arguments: str) -> list[str]:

@@ -191,7 +191,7 @@ def replay_table(
         into: a new name among the stream's replays, or a path.
 
     Raises:
-        PositionError (`invalid_time`), PositionError (`invalid_token`), PositionError (`time_from_future`): a bound can't be parsed, or is in the future.
+        PositionError (`invalid_time`, `invalid_token`, `time_from_future`): a bound can't be parsed, or is in the future.
         MillstreamError: as `replay_range`.
     """
     from millstream.lake.replay import replay_range

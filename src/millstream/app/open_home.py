@@ -232,7 +232,7 @@ class OpenHome(HomeAppends):
             UnknownTable: no region has records of it.
             UsageError, PositionError (`invalid_time`): `at` is no moment.
             ReplicationError (`merge_unsuitable`): it can't merge as configured.
-            ReplicationError (`other_region`), ReplicationError (`other_stream`): a log doesn't match its folder, or the earlier merged state.
+            ReplicationError (`other_region`, `other_stream`): a log doesn't match its folder, or the earlier merged state.
             OffsetExpired: retention has dropped records that weren't merged yet (`millstream reconcile`).
             InvalidValue: a counter's sum is beyond its type.
             LakeError (`query_memory_full`): it is larger than a server reads at once.
@@ -355,7 +355,7 @@ class OpenHome(HomeAppends):
 
         Raises:
             InvalidQuery: the SQL fails; the message is DuckDB's.
-            PositionError (`invalid_time`), PositionError (`invalid_token`), PositionError (`beyond_retention`), PositionError (`time_from_future`), TokenFromFuture: `as_of` is
+            PositionError (`invalid_time`, `invalid_token`), PositionError (`beyond_retention`, `time_from_future`), TokenFromFuture: `as_of` is
                 invalid or unavailable.
             LakeBehind: too many records up to `as_of` haven't landed.
         """

@@ -171,7 +171,7 @@ def create_slot(
     without a slot.
 
     Raises:
-        SourceError (`no_free_slot`), SourceError (`wal_level_not_logical`), SourceError (`source_privilege_missing`): the server refused.
+        SourceError (`no_free_slot`, `wal_level_not_logical`, `source_privilege_missing`): the server refused.
     """
     options = "(SNAPSHOT 'nothing', FAILOVER true)" if failover else "NOEXPORT_SNAPSHOT"
     statement = sql.SQL("CREATE_REPLICATION_SLOT {} LOGICAL pgoutput " + options).format(sql.Identifier(name))

@@ -196,7 +196,6 @@ class Home(HomePaths):
             return []
 
     # --- its configuration
-    # -------------------------------------------------------------------------------------
 
     @cached_property
     def loaded_config(self) -> LoadedConfig:
@@ -243,7 +242,6 @@ class Home(HomePaths):
         return name, self.config.streams[name]
 
     # --- its data
-    # ----------------------------------------------------------------------------------------------
 
     def check_format(self) -> None:
         """Refuse a home that a newer Millstream wrote; raises `UsageError` (`home_too_new`), `CatalogError` as `home_format.check_format`."""

@@ -70,7 +70,7 @@ def restore_stream(
             is invalid.
         UnknownStream: the store has nothing of that name.
         PositionError (`invalid_token`), TokenFromFuture: the token is another stream's, or lies beyond what is stored.
-        PositionError (`invalid_time`), PositionError (`time_from_future`): it is neither a token nor a moment, or lies in the future.
+        PositionError (`invalid_time`, `time_from_future`): it is neither a token nor a moment, or lies in the future.
         ShipmentUnreadable (`store_damaged`): objects are damaged, and not everything requested lies before them.
         StoreUnavailable, ShipmentUnreadable, DiskFull …: the restore can be started again, and continues
             where it was.

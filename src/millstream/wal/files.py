@@ -20,7 +20,6 @@ from millstream.ports import Files, WritableFile
 from millstream.private_files import make_folder, open_private, sync_folder
 from millstream.wal.disk_space import NO_SPACE
 
-"""Error numbers of a full disk, or of one that is full for this user."""
 _SINCE_BOOT: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 UNREADABLE: Final = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})
 """Error numbers of a page that the disk can't return, or whose checksum fails in the file system."""

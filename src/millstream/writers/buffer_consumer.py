@@ -227,7 +227,6 @@ class BufferTaking:
         return asked and not stop.is_set()
 
     # --- where to begin
-    # --------------------------------------------------------------------------------------------
 
     def _check_identity(self) -> None:
         known, found = self._catalog.fact(self._scope, "identity"), self._buffer.identity()
