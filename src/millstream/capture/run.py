@@ -299,7 +299,7 @@ class _Capture:
             copies.see(directory.refresh())  # before the first change: a copy that was begun has to see every change
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
-            rules = rule_messages(self._rules, directory, config, identity, copies.set_aside, stack)
+            rules = rule_messages(self._rules, directory, config, identity, copies.quarantine, stack)
             session = _CaptureSession(applier, receiver, watcher, tables, copies, chunks, rules, time.monotonic())
             return self._stream_until_done(session, control)
 
