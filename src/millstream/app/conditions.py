@@ -1,6 +1,6 @@
 """The rules: which conditions of a home need an operator. `status`, `doctor`, the console and alerts judge by them.
 
-They read a status, as `collect_status` returns it, and what was observed over time; they ask no one.
+They read a status, as `collect_status` returns it, and what was observed over time. They do no I/O.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, schemas_named, tables_named
-from millstream.app.merged_reads import latest_with_totals
+from millstream.app.merged_reads import HomeMergedTables, latest_with_totals, merged_rows
 from millstream.client.appends import HomeAppends, KnownTables
 from millstream.client.call_results import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.consumers import Ask, Consumers, Consumption, with_records
@@ -238,8 +238,6 @@ class OpenHome(HomeAppends):
             LakeError (`query_memory_full`): it is larger than a server reads at once.
             ReplicationError (`replica_too_stale`): the data of a region is older than allowed; `stream` names it (`shop@2`).
         """
-        from millstream.app.merged_reads import merged_rows
-
         at_ns = None if at is None else microseconds(moment_of(at, now=datetime.now(UTC))) * 1000
         name = self._home.pick_stream(stream)
         try:
@@ -249,8 +247,6 @@ class OpenHome(HomeAppends):
 
     def merged_schema(self, stream: str, table: str) -> pa.Schema:
         """Return the columns of `merged`, without reading its rows; raises as `merged`."""
-        from millstream.app.merged_reads import HomeMergedTables
-
         return HomeMergedTables(self._home, self._home.pick_stream(stream)).columns(table)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
