@@ -37,7 +37,7 @@ from millstream.serving.requests import (
     write_id_said,
 )
 from millstream.serving.row_writes import Writes
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -92,7 +92,7 @@ class LineWrites:
         except ClientGoneError:
             return
         except OSError as error:
-            refusal = as_told(error)
+            refusal = error_of_os(error)
             await self._fail(send, status_of(refusal), _spoken(refusal))
         except Exception:  # our bug: the request must not look unanswered
             logger.exception("a request failed", path=scope["path"])

@@ -60,7 +60,7 @@ from millstream.serving.requests import (
     write_id_said,
 )
 from millstream.serving.unknown_paths import ROWS_PARAMETERS, check_parameters, unknown_path
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Writes:
         except ClientGoneError:
             return
         except OSError as error:
-            await answer_problem(send, as_told(error))
+            await answer_problem(send, error_of_os(error))
         except Exception:  # our bug: the request must not look unanswered
             logger.exception("a request failed", path=scope["path"])
             await answer(send, 500, encoded(plain_problem(500, "this is a bug of the server's")), headers_of(500))
