@@ -351,7 +351,7 @@ class OpenHome(HomeAppends):
 
         Raises:
             InvalidQuery: the SQL fails; the message is DuckDB's.
-            PositionError (`invalid_time`, `invalid_token`), PositionError (`beyond_retention`, `time_from_future`), TokenFromFuture: `as_of` is
+            PositionError (`invalid_time`, `invalid_token`, `beyond_retention`, `time_from_future`), TokenFromFuture: `as_of` is
                 invalid or unavailable.
             LakeBehind: too many records up to `as_of` haven't landed.
         """
