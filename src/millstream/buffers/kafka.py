@@ -394,7 +394,7 @@ class KafkaReader(PlacedReader):
                 time.sleep(_ASK_AGAIN_S)
                 continue
             if found is None:
-                raise BufferUnavailable(f"Kafka didn't say where topic {self._buffer} ends", buffer=self._buffer)
+                raise BufferUnavailable(f"Kafka didn't return the end of topic {self._buffer}", buffer=self._buffer)
             return BufferOffset(found[0]), BufferOffset(found[1])
 
     def _look_for_topic(self, timeout_s: float) -> None:

@@ -133,7 +133,7 @@ def check_durable(client: Redis, name: str, *, accept_loss: bool) -> None:
     """
     found = _settings(client, name)
     if found is None:
-        wrong = ["it doesn't say whether it is (the user may not CONFIG GET)"]
+        wrong = ["its settings can't be read (the user may not CONFIG GET)"]
     else:
         wrong = [
             f"{setting} is {found[setting]}, not {safe[0]}"

@@ -218,8 +218,8 @@ def ask_for_slot(
 
 
 STANDBY_WAITS: Final = (
-    "a standby has to hear from its primary which transactions run: `SELECT pg_log_standby_snapshot()` there (16 and newer), or any"
-    " busy quarter of a minute, does it"
+    "a standby needs its primary's list of running transactions: the primary sends it within a busy quarter of a minute,"
+    " or on `SELECT pg_log_standby_snapshot()` (16 and newer)"
 )
 
 

@@ -341,7 +341,7 @@ class CatalogDatabase:
         found = connection.execute(text(f"SELECT version_num FROM {prefix}alembic_version")).scalar()
         if found is not None and str(found) > REVISION:
             raise CatalogError(
-                f"{self.place} has schema {found}; this Millstream knows up to {REVISION}",
+                f"{self.place} has schema {found}; this Millstream reads up to {REVISION}",
                 code="catalog_too_new",
                 file=self.place,
                 found=str(found),

@@ -425,7 +425,7 @@ class _Comparison:
         untold = [column.name for column in columns if column.name in key and column.lake is None]
         if lake is not None and untold:
             done.state = Compared.NOT_COMPARED
-            done.reason = f"the lake hasn't been told of its key's columns yet: {', '.join(untold)}"
+            done.reason = f"the lake doesn't have its key's columns yet: {', '.join(untold)}"
             return
         rows = max(table.row_estimate, 0 if lake is None else lake.count())
         ranges = ranges_for(rows, table.size_bytes, rows_max=RANGE_ROWS, bytes_max=RANGE_BYTES)
@@ -521,7 +521,7 @@ def _note_columns(columns: Sequence[ComparedColumn], types: Mapping[str, pa.Data
     untold = [column.name for column in columns if column.lake is None]
     if untold:
         done.notes.append(
-            f"the lake hasn't been told of {', '.join(untold)} yet (it is with the table's next change): taken as null there"
+            f"the lake doesn't have {', '.join(untold)} yet (it will with the table's next change): taken as null there"
         )
     sent = {column.name for column in columns}
     left = [name for name in types if name not in sent]

@@ -29,7 +29,7 @@ def check_format(home: HomePaths) -> None:
     found = int(read_facts(home).get("format", FORMAT))
     if found > FORMAT:
         raise UsageError(
-            f"{home.path} has format {found}; this Millstream knows up to {FORMAT}",
+            f"{home.path} has format {found}; this Millstream reads up to {FORMAT}",
             code="home_too_new",
             found=found,
             known=FORMAT,

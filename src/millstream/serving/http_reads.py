@@ -224,7 +224,7 @@ class Reading:
             "/{stream}/merged",
             responses=_ROWS,
             dependencies=may_read,
-            summary="A table that several regions write, as all of them together say it is.",
+            summary="Merged rows of a table that several regions write.",
             response_class=StreamingResponse,
         )
         async def merged(

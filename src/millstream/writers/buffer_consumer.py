@@ -234,7 +234,7 @@ class BufferTaking:
             strange = set(self._log.reached()) - {row.id for row in self._catalog.all_sources(self._stream)}
             if strange:
                 raise CatalogError(
-                    f"the log has taken operations from sources that the catalog doesn't know ({', '.join(map(str, sorted(strange)))}): which they were can't be told",
+                    f"the log has taken operations from sources that the catalog lacks ({', '.join(map(str, sorted(strange)))})",
                     hint="Restore the catalog: a new one would read the same operations again.",
                 )
             self._catalog.put_fact(self._scope, "identity", found)

@@ -219,7 +219,7 @@ class OwnedStream:
         except (MillstreamError, OSError) as error:
             told = error_of_os(error) if isinstance(error, OSError) else error
             if self._unheard != told.message:
-                logger.warning("a region isn't heard", stream=self.name, code=told.code, error=told.message)
+                logger.warning("a region's clock can't be read", stream=self.name, code=told.code, error=told.message)
             self._unheard = told.message
         else:
             self._unheard = None

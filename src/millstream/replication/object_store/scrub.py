@@ -291,7 +291,7 @@ class Scrub:
                 length = min(_PIECE_BYTES, end - at)
                 data = read(at, length)
                 if len(data) != length:
-                    raise arriving.unreadable("it is shorter than it was said to be")
+                    raise arriving.unreadable("it is shorter than its recorded size")
                 arriving.feed(memoryview(data), [])
             arriving.finish(memoryview(footer))
         except (ShipmentUnreadable, Diverged) as error:
