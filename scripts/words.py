@@ -1,11 +1,11 @@
-"""Check the prose: docstrings, comments and documents. One line a breach, `file:line: what`; exit 1 if there is one.
+"""Check the prose of docstrings, comments, messages and documents. One line a breach, `file:line: what`; exit 1 if any.
 
 - No sentence opens with Who, What, Whoever, Whose or Of, unless it is a question: a sentence names its actor.
 - No word of `UNPLAIN`: each has a plain equivalent, which the message names.
 
     words.py [PATH…]
 
-Code spans, code blocks and headings are not prose.
+Code spans, code blocks and headings are not prose. Messages are the texts of more than one word in `src/millstream`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,12 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
             else:
                 comments.append((line, words))
     yield from comments
+    has_messages = "/src/millstream/" in path.as_posix()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
+        elif has_messages and isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
 
 
 def blank(match: re.Match[str]) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.workers import Crew, Pool, Worker, call_in_thread, watching
 
 PATIENCE_S = 20.0
@@ -183,7 +183,7 @@ def test_a_lack_of_threads_is_told_as_the_systems_and_no_place_in_a_crew_is_lost
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
         for start in (Worker("one", int).start, lambda: crew.submit(int), lambda: pool.submit(int)):
-            with pytest.raises(OSError, check=lambda error: as_told(error).code == "system_limit"):
+            with pytest.raises(OSError, check=lambda error: error_of_os(error).code == "system_limit"):
                 start()
     done = threading.Event()
     crew.submit(done.set)

@@ -61,7 +61,7 @@ _FAULTS: Final = (
     ("invalid connection option", "it has a keyword that libpq doesn't know"),
     ("invalid URI query parameter", "it has a keyword that libpq doesn't know"),
     ("key/value separator", "its query isn't made of key=value"),
-    ("percent-encoded", "a % stands in front of no two hexadecimal digits"),
+    ("percent-encoded", "a % isn't followed by two hexadecimal digits"),
     ("IPv6", "its IPv6 address isn't closed"),
 )
 

@@ -372,7 +372,7 @@ class ShardReader(Protocol):
         Raises:
             BufferedOpUndecodable: the next item holds no operation. The position is behind it: the next call continues.
             BufferOffsetGone: the item at the position was dropped. Raised once.
-            WriteBufferError (`buffer_truncated`), WriteBufferError (`buffer_replaced`): the buffer ends before the position, or was created again. Raised always.
+            WriteBufferError (`buffer_truncated`, `buffer_replaced`): the buffer ends before the position, or was created again. Raised always.
             BufferUnavailable: the server can't be asked; the position is unchanged.
             BufferMissing, BufferRefused: likewise, until an operator acts.
         """

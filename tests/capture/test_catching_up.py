@@ -305,7 +305,7 @@ def test_a_transaction_across_many_chunks_is_left_to_the_stream(stage: Stage) ->
     with capture_logs() as said:
         stage.catch_up()
     assert modes(said) == ["catching up", "streaming"]
-    assert [line["why"] for line in said if "why" in line] == ["a large transaction is read anew with every chunk"]
+    assert [line["why"] for line in said if "why" in line] == ["a large transaction is read again with every chunk"]
     whole_once(stage, "orders")
     assert list((stage.folder / "spill").iterdir()) == []
 
@@ -335,7 +335,7 @@ def test_a_transaction_that_is_open_when_a_chunk_ends_comes_once(stage: Stage) -
     with capture_logs() as said:
         stage.catch_up()
     assert chunks_read(said) >= 3
-    assert "a large transaction is read anew with every chunk" not in [line.get("why") for line in said]
+    assert "a large transaction is read again with every chunk" not in [line.get("why") for line in said]
     whole_once(stage, "orders")
     assert list((stage.folder / "spill").iterdir()) == []
 
@@ -363,7 +363,7 @@ def test_what_the_source_refuses_is_left_to_the_stream(stage: Stage, why: str) -
         with capture_logs() as said:
             stage.catch_up()
         told = [line["event"] for line in said if line["log_level"] == "warning"]
-        expected = "the backlog isn't read in chunks" if why == "slots" else "no chunks any more: the stream is read"
+        expected = "the backlog isn't read in chunks" if why == "slots" else "no more chunks: the stream is read"
         assert expected in told
         assert modes(said)[-1] == "streaming"
         whole_once(stage, "orders")

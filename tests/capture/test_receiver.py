@@ -34,7 +34,7 @@ def transaction(end: int) -> list[bytes]:
 
 def block(messages: list[bytes], *, anew: bool = False) -> Block:
     run = MessageRun.of(messages)
-    return Block(run, np.frombuffer(bytes(message[0] for message in messages), np.uint8), begins_anew=anew)
+    return Block(run, np.frombuffer(bytes(message[0] for message in messages), np.uint8), resends_streamed=anew)
 
 
 class PlayedWire:

@@ -21,7 +21,7 @@ from millstream.cli.main import main
 from millstream.cli.wal_export_import import _named
 from millstream.private_files import open_private
 from millstream.testing.pytest_plugin import Database
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 
 HEAVY = (
     "alembic", "deltalake", "duckdb", "fastapi", "numba", "numpy", "pandas", "prometheus_client", "psycopg", "pyarrow", "pydantic",
@@ -259,7 +259,7 @@ def test_init_on_a_full_disk_says_so_and_leaves_no_part_of_a_file(
 def test_an_export_names_its_output_in_an_error_of_the_disk(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space") as caught, _named(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert as_told(caught.value).message == f"{tmp_path}: No space left on device"
+    assert error_of_os(caught.value).message == f"{tmp_path}: No space left on device"
 
 
 def test_init_writes_the_lakes_place_and_refuses_one_with_a_key(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[streams.shop]\nsource.dsn = 'x'\n[streams.shop.log]\nretention_bytes='1B'\nretention_bytes_max='many'", 5, "streams.shop.log.retention_bytes_max", "not a size"),
         ("[streams.shop]\nsource.dsn = 'x'\n[streams.shop.log]\nretention_interval='0s'", 4, "streams.shop.log.retention_interval", "longer than nothing"),
         ("[streams.a]\nsource.dsn='x'\nsource.slot='s'\n[streams.b.source]\ndsn='x'\nslot='s'\n", 6, "streams.b.source.slot", "stream a uses"),
-        ("[streams.a]\nacks = 'durable(2)'\n[replication]\nnode = 'a'\nnodes = { a = 'grpc://a:1', b = 'grpc://b:1' }\n", 2, "streams.a.acks", "has 1 nodes beside this one"),
+        ("[streams.a]\nacks = 'durable(2)'\n[replication]\nnode = 'a'\nnodes = { a = 'grpc://a:1', b = 'grpc://b:1' }\n", 2, "streams.a.acks", "has 1 other node"),
         ("[streams.a]\nacks = 'object'\n", 2, "streams.a.acks", "[replication] names none"),
         ("[replication]\nnode = 'c'\nnodes = { a = 'grpc://a:1' }\n", 1, "replication", "isn't among nodes"),
         ("[replication]\nnode = 'a'\nregions = { 0 = 'grpc://a:1' }\n", 3, "replication.regions", "no region's number"),

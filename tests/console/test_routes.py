@@ -164,7 +164,7 @@ def test_a_log_shows_its_holders_its_segments_and_the_filters_of_its_tail(open_s
     assert "/log/shop" in open_site.get("/log").text
     page = open_site.get("/log/web").text
     text = Seen(page).text
-    for words in ("the pipeline lake", "Shard 0: 1 segment", "Who holds it", "Live tail"):
+    for words in ("the pipeline lake", "Shard 0: 1 segment", "Holders", "Live tail"):
         assert words in text
     options = [attributes.get("value") for name, attributes in Seen(page).tags if name == "option"]
     assert set(options) == {"", HOSTILE, '".."."."'}

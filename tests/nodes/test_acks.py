@@ -236,9 +236,7 @@ def test_a_level_that_is_none_or_that_nobody_can_tell_is_refused(tmp_path: Path)
             opened.append("web", "clicks", {"n": 1}, acks="durable(1)")
 
 
-@pytest.mark.parametrize(
-    ("level", "lacking"), [("durable(3)", "has 2 nodes beside this one"), ("object", "object store")]
-)
+@pytest.mark.parametrize(("level", "lacking"), [("durable(3)", "has 2 other nodes"), ("object", "object store")])
 def test_a_level_that_nobody_will_ever_reach_is_refused_at_once(tmp_path: Path, level: str, lacking: str) -> None:
     with millstream.open(make_home(tmp_path / "web", LOCAL)) as opened:
         with pytest.raises(ReplicationError, check=coded("ack_level_unavailable"), match=lacking):

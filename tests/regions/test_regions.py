@@ -167,7 +167,7 @@ def test_what_is_kept_is_damaged_or_of_another_log(tmp_path: Path) -> None:
             home.append("shop", "posts", [{"id": 9, "likes": 1}])
         follow(one, two, 2)
         with pytest.raises(
-            ReplicationError, check=coded("other_stream"), match="log of region 2 was made anew"
+            ReplicationError, check=coded("other_stream"), match="log of region 2 was made again"
         ) as caught:
             rows_of(one)
         assert "millstream reconcile public.posts" in caught.value.hint

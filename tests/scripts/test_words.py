@@ -44,6 +44,13 @@ def test_plain_words_pass(words: ModuleType, tmp_path: Path, text: str) -> None:
     assert list(words.breaches(path)) == []
 
 
+def test_a_breach_in_a_message_of_the_package_is_found(words: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "src/millstream/a.py"
+    path.parent.mkdir(parents=True)
+    path.write_text('fail("no space")\nfail(f"nobody can follow {node}", key="anew")\n')
+    assert [breach.rpartition(":")[0] for breach in words.breaches(path)] == [f"{path}:2: 'nobody'"]
+
+
 def test_a_page_is_read_without_its_headings_and_code(words: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "a.md"
     path.write_text("# What it is\n\nPlain.\n\n```\nWho nobody\n```\n\nWho asks? Somebody.\n")

@@ -279,7 +279,7 @@ def test_a_question_is_bounded_and_json(app: Application, tokens: Tokens) -> Non
         answer = asyncio.run(post())
         return answer.status_code, answer.text
 
-    too_large = b'{"sql": "' + b" " * app.intake.body_bytes_max + b'"}'
+    too_large = b'{"sql": "' + b" " * app.budget.body_bytes_max + b'"}'
     assert asked(too_large)[0] == 413
     assert asked(b'{"sql": "SELECT 1"}', "text/plain")[0] == 415
     for wrong in (b"{", b"[]", b'{"sql": 1}', b'{"sql": "", "more": 1}', b'{"sql": "' + b" " * ((1 << 20) + 1) + b'"}'):
@@ -287,7 +287,7 @@ def test_a_question_is_bounded_and_json(app: Application, tokens: Tokens) -> Non
     status, said = asked(b'{"sql": "secret of mine", "more": 1}')
     assert status == 400
     assert "secret of mine" not in said
-    assert app.intake.held_bytes == 0
+    assert app.budget.held_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from millstream.processes.listening import listen
 from millstream.processes.role_locks import holder, server_role
 from millstream.serving.connection_bounds import ConnectionBounds
 from millstream.serving.http_server import HttpServer
-from millstream.serving.request_bodies import Held, Intake
+from millstream.serving.request_bodies import Held, MemoryBudget
 from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT
 from millstream.serving.row_processes import forwarding as forwarding_module
 from millstream.serving.row_processes.forwarding import Forwarder, answering, listening
@@ -45,7 +45,7 @@ LARGE = b"x" * (1 << 20)
 def test_processes_share_the_room_for_requests() -> None:
     file = make_file(2)
     try:
-        one, other = (Intake(100, 100, SharedTotals(file, 2).share_of("held_bytes", number)) for number in (0, 1))
+        one, other = (MemoryBudget(100, 100, SharedTotals(file, 2).share_of("held_bytes", number)) for number in (0, 1))
         with Held(one) as held:
             held.grow(60)
             with Held(other) as more:

@@ -25,7 +25,7 @@ from tests.serving.serving_process import LINES, Served, served, web_home
 from millstream.home.home import Home
 from millstream.serving.access import Access
 from millstream.serving.application import Application
-from millstream.serving.request_bodies import Held, Intake, read_body
+from millstream.serving.request_bodies import Held, MemoryBudget, read_body
 
 ARROW = {"content-type": "application/vnd.apache.arrow.stream"}
 JSON = {"content-type": "application/json"}
@@ -359,14 +359,14 @@ def _inflated_s(before: bytes) -> float:
     noise = random.Random(1).randbytes(24 << 20)
     body = before + gzip.compress(noise, 1)
     headers = {b"content-encoding": b"gzip"}
-    intake = Intake(1 << 30, 64 << 20)
+    budget = MemoryBudget(1 << 30, 64 << 20)
 
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": body}
 
     async def read() -> bytes:
-        with Held(intake) as held:
-            return await read_body(receive, headers, intake, held)
+        with Held(budget) as held:
+            return await read_body(receive, headers, budget, held)
 
     began_s = time.process_time()
     assert asyncio.run(read()) == noise

@@ -25,7 +25,7 @@ from millstream.home.home import Home
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.testing.errors import code_of, coded
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.wal.layout import shard_folder
 from millstream.wal.mending.inspect import verify
 from millstream.wal.mending.repair import plan_repair
@@ -141,18 +141,19 @@ def test_a_part_that_this_user_may_not_write_is_named(shared: str, part: str) ->
 
 
 def test_the_systems_errors_are_told_with_path_and_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = as_told(OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "x")))
+    broken = error_of_os(OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "x")))
     assert isinstance(broken, MillstreamError)
     assert broken.code == "io_failed"
     assert broken.details == {"path": str(tmp_path / "x"), "errno": "EIO"}
     assert str(tmp_path / "x") in broken.message
-    assert isinstance(as_told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")), DiskFull)
-    assert code_of(as_told(PermissionError(errno.EACCES, "denied", str(tmp_path / "x")))) == "home_unwritable"
-    assert code_of(as_told(OSError(errno.EROFS, "read-only", str(tmp_path / "a" / "x")))) == "home_unwritable"
+    assert isinstance(error_of_os(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")), DiskFull)
+    assert code_of(error_of_os(PermissionError(errno.EACCES, "denied", str(tmp_path / "x")))) == "home_unwritable"
+    assert code_of(error_of_os(OSError(errno.EROFS, "read-only", str(tmp_path / "a" / "x")))) == "home_unwritable"
     assert (
-        as_told(FileNotFoundError(errno.ENOENT, "no such file", "/no/x")).hint == "Check the path, or name another one."
+        error_of_os(FileNotFoundError(errno.ENOENT, "no such file", "/no/x")).hint
+        == "Check the path, or name another one."
     )
-    assert as_told(OSError("no number at all")).details == {"path": None, "errno": None}
+    assert error_of_os(OSError("no number at all")).details == {"path": None, "errno": None}
     assert _report(OSError(errno.EIO, os.strerror(errno.EIO), "/mnt/x"), debug=False) == 1
     told = capsys.readouterr().err
     assert "error[io_failed]: /mnt/x: Input/output error" in told

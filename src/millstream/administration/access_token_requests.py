@@ -45,13 +45,13 @@ def create_token(
         UnknownStream: the configuration has no such stream.
         AccessError (`access_token_exists`): there is a token of that name.
     """
-    found = Rights.parse([*rights, *(f"{ALL_STREAMS}={right}" for right in on_all)])
-    if not found.of:
+    granted = Rights.parse([*rights, *(f"{ALL_STREAMS}={right}" for right in on_all)])
+    if not granted.of:
         raise UsageError(
             "a token needs a right",
             hint=f"Pass --stream S=RIGHT or --all RIGHT; rights are {', '.join(right.value for right in Right)}.",
         )
-    unknown = sorted(found.of.keys() - {ALL_STREAMS} - home.config.streams.keys())
+    unknown = sorted(granted.of.keys() - {ALL_STREAMS} - home.config.streams.keys())
     if unknown:
         raise UnknownStream(
             f"no stream {unknown[0]} in {home.config_file}",
@@ -61,8 +61,8 @@ def create_token(
     expires_us = None if expires is None else time.time_ns() // 1000 + _interval_us(expires)
     home.prepare()
     with home.open_catalog() as catalog:
-        made, text = catalog.create_access_token(found, name=name, expires_us=expires_us, given=given)
-    return _facts(made), text
+        created, text = catalog.create_access_token(granted, name=name, expires_us=expires_us, given=given)
+    return _facts(created), text
 
 
 def list_tokens(home: Home) -> list[dict[str, Any]]:

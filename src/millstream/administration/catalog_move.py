@@ -22,7 +22,7 @@ _MOVES: Final = "moves"
 """The scope under which a home notes that its catalog has moved: a repeated move after that only renames the file."""
 _ROLES: Final[tuple[Role, ...]] = ("run", "pipeline", "replay", "forget")
 
-_NOT_FREE: Final = "What this home's log refers to can't be renumbered: name a database of its own in [catalog] url."
+_NOT_FREE: Final = "The ids in this home's log can't be changed: name a database of its own in [catalog] url."
 
 
 @dataclass(frozen=True, slots=True)

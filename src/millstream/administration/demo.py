@@ -130,7 +130,7 @@ def run_demo(folder: Path, *, say: Callable[[str], None]) -> DemoReport:
         _millstream(folder, "init", str(folder), "--stream", _STREAM, "--source", dsn, "--tables", "public.*")
         with server.connect(_STREAM, autocommit=True) as connection:
             steps = _live_and_die(folder, connection, shop, report, say)
-        say("the shop has closed; catching up with all that it did")
+        say("the shop has closed; catching up with its last changes")
         start = time.monotonic()
         _millstream(folder, "run", "--until-caught-up")
         report.catch_up_s = time.monotonic() - start
@@ -223,7 +223,6 @@ def _console(folder: Path) -> str | None:
 
 
 # --- processes
-# -----------------------------------------------------------------------------------------------------
 
 
 def _argv(folder: Path, command: str, *arguments: str) -> list[str]:

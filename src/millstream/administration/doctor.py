@@ -47,7 +47,7 @@ from millstream.model.human_text import counted
 from millstream.nodes.node_checks import examine_nodes
 from millstream.private_files import is_open_to_others, make_folder
 from millstream.protocol.replication.promises_and_fencing import Role
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.writers.allowed_writers import examine_writers
 from millstream.writers.stall_reasons import troubles
 
@@ -273,7 +273,7 @@ def _one(check: str, look: Callable[[], str]) -> Iterator[Diagnosis]:
 
 def _failed(check: str, error: Exception, blocks: str) -> Diagnosis:
     if isinstance(error, OSError) and error.errno is not None:
-        error = as_told(error)
+        error = error_of_os(error)
     if isinstance(error, MillstreamError):
         return Diagnosis(check, error.code, error.message, blocks, error.hint)
     if isinstance(error, ImportError):

@@ -63,34 +63,35 @@ def fold_tables(
             raise UsageError(f"{name} has no views to fold", hint='Set `views` of the lake to ["current", "history"].')
         cut = last_cut(pipeline.layout)
         landed = {} if cut is None else {table.table_id: table for table in cut.tables.values()}
+        rows = catalog.tables(stream_id)
         if tables:
             ids = [catalog.find_table(stream_id, *parse_qualified_name(table)).id for table in tables]
             for table, table_id in zip(tables, ids, strict=True):
                 if table_id not in landed:
                     raise UnknownTable(f"nothing of {table} has landed in the lake yet", table=table)
         else:
-            ids = [row.id for row in catalog.tables(stream_id) if row.id in landed]
-        copying = {row.id: row for row in catalog.tables(stream_id) if row.state in COPYING}
+            ids = [row.id for row in rows if row.id in landed]
+        copying = {row.id: row for row in rows if row.state in COPYING}
         schemas = catalog.latest_schemas(stream_id)
         work = _Work(home, catalog, pipeline, schemas, say)
         wanted: list[tuple[CutTable, list[str]]] = []
         for table_id in ids:
-            found, schema = landed[table_id], schemas.get(table_id)
+            cut_table, schema = landed[table_id], schemas.get(table_id)
             views = [] if schema is None else folded_views(pipeline.views, schema)
             if tables and not views:
-                raise UsageError(f"{found.name} has history only, which isn't folded")
+                raise UsageError(f"{cut_table.name} has history only, which isn't folded")
             if tables and table_id in copying:
                 held = copying[table_id].is_copy_held
                 raise UsageError(
-                    f"{found.name} {'waits for a copy' if held else 'is being copied'}: its views are built once the copy is complete",
-                    hint=f"Run `millstream tables copy {quote(found.name)}` when the source can bear it."
+                    f"{cut_table.name} {'waits for a copy' if held else 'is being copied'}: its views are built once the copy is complete",
+                    hint=f"Run `millstream tables copy {quote(cut_table.name)}` when the source can bear it."
                     if held
                     else "`millstream tables` shows how far it is.",
                 )
             if views and table_id not in copying:
-                wanted.append((found, views))
-        for found, views in wanted:
-            work.requests.ask(found.table_id, views)
+                wanted.append((cut_table, views))
+        for cut_table, views in wanted:
+            work.requests.ask(cut_table.table_id, views)
         return work.done(wanted)
 
 
@@ -132,7 +133,7 @@ class _Work:
         cut = last_cut(layout)
         assert cut is not None, "the table has landed"
         for view in request.views:
-            told: dict[str, Any]
+            outcome: dict[str, Any]
             try:
                 self._check_copy(table, cut.n)
                 if view == "current":
@@ -140,10 +141,10 @@ class _Work:
                 else:
                     commit = fold_into_versions(layout, schema, cut.n).commit
                 commit_cut(layout, cut.n, [commit], committed_at=datetime.now(UTC))
-                told = {"state": "done", "rows": commit.rows, "aside": None}
+                outcome = {"state": "done", "rows": commit.rows, "aside": None}
             except MillstreamError as error:
-                told = failed_view(error)
-            self.requests.settle(table.table_id, view, told)
+                outcome = failed_view(error)
+            self.requests.settle(table.table_id, view, outcome)
 
     def _check_copy(self, table: CutTable, n: Seq) -> None:
         """Raise `LakeBehind` if the lake, which is at `n`, may lack a part of the table's copy."""

@@ -195,7 +195,7 @@ def make_home(
             f"{error.filename or folder}: is not a folder", code="home_unwritable", path=str(folder)
         ) from error
     except OSError as error:
-        raise _as_told(error, folder) from error
+        raise _error_of_os(error, folder) from error
     is_begun = False
     try:
         # A user may write a password into it later.
@@ -209,15 +209,15 @@ def make_home(
     except OSError as error:
         if is_begun:  # a part of it would keep the next `init` from writing it
             file.unlink(missing_ok=True)
-        raise _as_told(error, file) from error
+        raise _error_of_os(error, file) from error
     environ = {**os.environ} if password is None else {**os.environ, variable: password}
     return NewHome(file, variable if has_variable else None, environ)
 
 
-def _as_told(error: OSError, path: Path) -> MillstreamError:
-    from millstream.wal.files import as_told, naming
+def _error_of_os(error: OSError, path: Path) -> MillstreamError:
+    from millstream.wal.files import error_of_os, naming
 
-    return as_told(naming(error, str(path)))
+    return error_of_os(naming(error, str(path)))
 
 
 def _catalog_server(catalog: str | None, lake_format: str) -> str | None:

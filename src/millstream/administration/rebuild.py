@@ -55,7 +55,7 @@ class RebuiltView:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Target:
     """One table of one stream's lake."""
 
     home: Home
@@ -101,20 +101,20 @@ def rebuild_table(
     if "merged" in views:
         return _merged(home, name, config, table, views, origin, say)
     with home.open_catalog() as catalog:
-        place = _find(home, catalog, name, config, table)
-        wanted = _views(place, config, views)
+        target = _find(home, catalog, name, config, table)
+        wanted = _views(target, config, views)
         if origin == "source":
-            return _from_source(place, table, wanted, say)
-        if place.row.state in COPYING:
+            return _from_source(target, table, wanted, say)
+        if target.row.state in COPYING:
             raise UsageError(
                 f"{table} is being copied: its views are built from the copy when that is whole",
                 hint="`millstream tables` shows how far it is.",
             )
         from millstream.lake.rebuild import check_history
 
-        check_history(place.layout, place.schema)
-        place.rebuilds.ask(place.row.id, wanted)
-        return _await(place, wanted, say)
+        check_history(target.layout, target.schema)
+        target.rebuilds.ask(target.row.id, wanted)
+        return _await(target, wanted, say)
 
 
 def forget_table(
@@ -146,8 +146,8 @@ def forget_table(
         )
     # A second call would delete the rows of the first one's copy.
     with RoleLock.take(home.run_folder, "forget"), home.open_catalog() as catalog:
-        place = _find(home, catalog, name, config, table)
-        row, stream_id = place.row, place.layout.stream_id
+        target = _find(home, catalog, name, config, table)
+        row, stream_id = target.row, target.layout.stream_id
         if row.state is TableState.COPYING:
             raise UsageError(
                 f"{table} is being copied: that copy would bring back what it has read",
@@ -158,10 +158,10 @@ def forget_table(
             catalog, stream_id, table, held=f"its older records are deleted by `tables copy {quote(table)} --forget`"
         )
         views = ("history", "current", "scd2")
-        place.rebuilds.ask(row.id, views, before_copy=True, erases=True)
-        _await(place, views, say)
+        target.rebuilds.ask(row.id, views, before_copy=True, erases=True)
+        _await(target, views, say)
         note_forgotten(catalog, stream_id, row.id, time.time_ns() // 1000)
-        dropped = _drop_dead_letters(home, name, place.row)
+        dropped = _drop_dead_letters(home, name, target.row)
         copy_table(catalog, stream_id, table)
     return dropped
 
@@ -194,7 +194,7 @@ def replay_table(
         into: a new name among the stream's replays, or a path.
 
     Raises:
-        PositionError (`invalid_time`), PositionError (`invalid_token`), PositionError (`time_from_future`): a bound can't be parsed, or is in the future.
+        PositionError (`invalid_time`, `invalid_token`, `time_from_future`): a bound can't be parsed, or is in the future.
         MillstreamError: as `replay_range`.
     """
     from millstream.lake.replay import replay_range
@@ -239,7 +239,7 @@ def _last_cut(layout: LakeLayout, stream: str) -> Cut:
     return cut
 
 
-def _find(home: Home, catalog: Catalog, stream: str, config: StreamConfig, table: str) -> _Place:
+def _find(home: Home, catalog: Catalog, stream: str, config: StreamConfig, table: str) -> _Target:
     stream_id = catalog.stream(stream).id
     layout = lake_layout(home, stream, config, stream_id)
     row = catalog.find_table(stream_id, *parse_qualified_name(table))
@@ -254,19 +254,19 @@ def _find(home: Home, catalog: Catalog, stream: str, config: StreamConfig, table
                 table=table,
             )
         raise UnknownTable(f"nothing of {table} has landed in the lake yet", table=table)
-    return _Place(home, catalog, stream, layout, row, schema, cut)
+    return _Target(home, catalog, stream, layout, row, schema, cut)
 
 
-def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[str, ...]:
-    named = folded_views(config.lake.shown, place.schema)
+def _views(target: _Target, config: StreamConfig, asked: Sequence[str]) -> tuple[str, ...]:
+    named = folded_views(config.lake.shown, target.schema)
     for view in asked:
         if view not in named:
-            name = f"{place.schema.namespace}.{place.schema.name}"
+            name = f"{target.schema.namespace}.{target.schema.name}"
             raise UsageError(f"{name} has no {view}", hint=f"It has: history{''.join(f', {n}' for n in named)}.")
     wanted = tuple(asked) or tuple(named)
     if not wanted:
         raise UsageError(
-            f"{place.schema.namespace}.{place.schema.name} has history only: no view is built from it",
+            f"{target.schema.namespace}.{target.schema.name} has history only: no view is built from it",
             hint="Give the table a primary key, or REPLICA IDENTITY FULL.",
         )
     return wanted
@@ -312,17 +312,17 @@ def _merged(
     ]
 
 
-def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[[str], None]) -> list[RebuiltView]:
+def _from_source(target: _Target, table: str, views: Sequence[str], say: Callable[[str], None]) -> list[RebuiltView]:
     """Request the copy first: from then on nothing folds the table. Then move the damaged tables aside."""
     from millstream.lake.rebuild import damage_of
 
-    copy_table(place.catalog, place.layout.stream_id, table)
+    copy_table(target.catalog, target.layout.stream_id, table)
     damaged = {
         view: damage
         for view in ("history", *views)
-        if (damage := damage_of(place.layout, cast("View", view), place.schema)) is not None
+        if (damage := damage_of(target.layout, cast("View", view), target.schema)) is not None
     }
-    held = quarantine_of(place.catalog, place.layout.stream_id).all().get(place.row.id, {})
+    held = quarantine_of(target.catalog, target.layout.stream_id).all().get(target.row.id, {})
     if held.get("code") == "lake_schema_conflict":
         for view in {"history", "scd2"} & {"history", *views}:
             damaged.setdefault(view, held["reason"])
@@ -330,17 +330,17 @@ def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[
         say(f"{view}: {damage}")
     if not damaged:
         return [RebuiltView(view, None, None) for view in views]
-    place.rebuilds.ask(place.row.id, tuple(damaged), before_copy=True)
-    done = {found.view: found for found in _await(place, tuple(damaged), say)}
+    target.rebuilds.ask(target.row.id, tuple(damaged), before_copy=True)
+    done = {found.view: found for found in _await(target, tuple(damaged), say)}
     return [done.get(view, RebuiltView(view, None, None)) for view in dict.fromkeys([*damaged, *views])]
 
 
-def _await(place: _Place, views: Sequence[str], say: Callable[[str], None]) -> list[RebuiltView]:
+def _await(target: _Target, views: Sequence[str], say: Callable[[str], None]) -> list[RebuiltView]:
     """Return a request's outcome; see `await_outcome`."""
     outcome = await_outcome(
-        place.home, place.rebuilds, place.row.id, views, lambda request: _perform(place, request, say), say
+        target.home, target.rebuilds, target.row.id, views, lambda request: _perform(target, request, say), say
     )
-    return [RebuiltView(view, told.get("rows"), told["aside"]) for view, told in outcome.items()]
+    return [RebuiltView(view, result.get("rows"), result["aside"]) for view, result in outcome.items()]
 
 
 def await_outcome(
@@ -361,7 +361,7 @@ def await_outcome(
         HomeBusy: another call for the same table has replaced the request, or has taken its outcome.
         MillstreamError: a view failed, with the pipeline's own reason.
     """
-    said = False
+    is_announced = False
     give_up_s = time.monotonic() + _RESTART_S
     while (outcome := requests.outcome(table_id)) is None:
         if holder(home.run_folder, "pipeline"):
@@ -376,9 +376,9 @@ def await_outcome(
                     if request.table_id == table_id:
                         perform(request)
         except HomeBusy:
-            if not said:
+            if not is_announced:
                 say("the running pipeline takes it up")
-                said = True
+                is_announced = True
             time.sleep(_LOOK_EVERY_S)
     if not outcome.keys() >= set(views):
         raise HomeBusy(
@@ -386,9 +386,9 @@ def await_outcome(
             hint="Run the command again once the other has ended.",
         )
     requests.forget(table_id)
-    for told in outcome.values():
-        if told["state"] == "failed":
-            raise error_of({**told, "details": {}})
+    for result in outcome.values():
+        if result["state"] == "failed":
+            raise error_of({**result, "details": {}})
     return outcome
 
 
@@ -397,33 +397,33 @@ def failed_view(error: MillstreamError) -> dict[str, Any]:
     return {"state": "failed", "code": error.code, "message": error.message, "hint": error.hint}
 
 
-def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None]) -> None:
+def _perform(target: _Target, request: RebuildRequest, say: Callable[[str], None]) -> None:
     """Carry out a request; the caller holds the pipeline's role."""
     from millstream.lake.commit_cuts import commit_cut, last_cut
     from millstream.lake.rebuild import erase_view, make_way, prepare_rebuild, rebuild_view
 
-    cut = last_cut(place.layout) or place.cut
-    held = quarantine_of(place.catalog, place.layout.stream_id).all().get(place.row.id)
+    cut = last_cut(target.layout) or target.cut
+    held = quarantine_of(target.catalog, target.layout.stream_id).all().get(target.row.id)
     for view in cast("tuple[View, ...]", request.views):
         say(f"{view} is built")
-        told: dict[str, Any]
+        outcome: dict[str, Any]
         try:
             if request.erases:
-                n = open_reader(place.home, place.stream).persisted_upto()
-                earlier = place.catalog.schemas_of(place.row.id)
-                erase_view(place.layout, view, place.schema, n, earlier=earlier)
-                told = {"state": "done", "aside": None}
+                n = open_reader(target.home, target.stream).persisted_upto()
+                earlier = target.catalog.schemas_of(target.row.id)
+                erase_view(target.layout, view, target.schema, n, earlier=earlier)
+                outcome = {"state": "done", "aside": None}
             elif request.before_copy:
                 forget = held is not None and held.get("code") == "lake_schema_conflict"
                 n = cut.n if held is None or forget else Seq(held["after"])
-                told = {"state": "done", "aside": make_way(place.layout, view, place.schema, n, forget=forget)}
+                outcome = {"state": "done", "aside": make_way(target.layout, view, target.schema, n, forget=forget)}
             else:
-                aside = prepare_rebuild(place.layout, view, place.schema)
-                commit = rebuild_view(place.layout, view, place.schema, cut.n)
-                commit_cut(place.layout, cut.n, [commit], committed_at=datetime.now(UTC))
-                told = {"state": "done", "rows": commit.rows, "aside": aside}
+                aside = prepare_rebuild(target.layout, view, target.schema)
+                commit = rebuild_view(target.layout, view, target.schema, cut.n)
+                commit_cut(target.layout, cut.n, [commit], committed_at=datetime.now(UTC))
+                outcome = {"state": "done", "rows": commit.rows, "aside": aside}
         except MillstreamError as error:
-            told = failed_view(error)
-        place.rebuilds.settle(place.row.id, view, told)
+            outcome = failed_view(error)
+        target.rebuilds.settle(target.row.id, view, outcome)
     if held is not None and request.before_copy:
-        quarantine_of(place.catalog, place.layout.stream_id).request_retry(place.row.id)
+        quarantine_of(target.catalog, target.layout.stream_id).request_retry(target.row.id)

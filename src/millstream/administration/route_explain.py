@@ -63,8 +63,8 @@ def explain_route(
     Raises:
         UnknownStream, UsageError: there is no such stream, or the text is no table's name; no ring was in
             force then.
-        PositionError (`invalid_time`), PositionError (`invalid_token`): `as_of` is neither a token of the stream nor a moment.
-        RoutingError (`no_route_matches`), RoutingError (`invalid_route`): as an append of the row would.
+        PositionError (`invalid_time`, `invalid_token`): `as_of` is neither a token of the stream nor a moment.
+        RoutingError (`no_route_matches`, `invalid_route`): as an append of the row would.
         InvalidValue, UnknownTable, IngestError (`unknown_column`) …: likewise.
     """
     name, config = home.stream_config(stream)

@@ -1,6 +1,6 @@
 """The rules: which conditions of a home need an operator. `status`, `doctor`, the console and alerts judge by them.
 
-They read a status, as `collect_status` returns it, and what was observed over time; they ask no one.
+They read a status, as `collect_status` returns it, and what was observed over time. They do no I/O.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millstream.capture.noted_slots import NotedSlot
 from millstream.config.alerts_model import AlertsConfig
 from millstream.config.quantities import size_bytes
 from millstream.model.durations import duration_s
-from millstream.model.human_text import counted
+from millstream.model.human_text import counted, human_seconds
 from millstream.model.replication import follower_of_holder
 from millstream.writers.left_slots import left_hint, left_words
 
@@ -297,7 +297,7 @@ def _of_slot(stream: Mapping[str, Any], seen: Observations, bounds: Bounds, unre
             Kind.SLOT_INACTIVE,
             name,
             slot,
-            f"the slot {slot} hasn't been read for {_words(unread_s)}, and its source keeps WAL for it",
+            f"the slot {slot} hasn't been read for {human_seconds(unread_s)}, and its source keeps WAL for it",
             "Run `millstream run`, or drop the slot with `millstream slot drop`.",
         )
 
@@ -308,7 +308,7 @@ def _of_capture(stream: Mapping[str, Any], bounds: Bounds, failing_s: float) -> 
         message = f"capture has given up: {error['message']}"
     elif failing_s and failing_s >= bounds.stalled_s:
         reason = error.get("message") or "it has not begun to read its source"
-        message = f"capture has made no progress for {_words(failing_s)}: {reason}"
+        message = f"capture has made no progress for {human_seconds(failing_s)}: {reason}"
     else:
         return
     hint = error.get("hint") or "Look at the log of `millstream run`, and at `millstream doctor`."
@@ -320,10 +320,10 @@ def _of_pipeline(stream: Mapping[str, Any], bounds: Bounds, unlanded_s: float, f
     if error.get("gave_up"):
         message = f"the pipeline has given up: {error['message']}"
     elif failing_s and failing_s >= bounds.stalled_s:
-        message = f"the pipeline has failed for {_words(failing_s)}: {error.get('message', '')}"
+        message = f"the pipeline has failed for {human_seconds(failing_s)}: {error.get('message', '')}"
     elif unlanded_s and unlanded_s >= bounds.stalled_s:
         records = stream["lag"]["lake"]["records"]
-        message = f"the pipeline has landed nothing for {_words(unlanded_s)}, and {records:,} records wait"
+        message = f"the pipeline has landed nothing for {human_seconds(unlanded_s)}, and {records:,} records wait"
     else:
         return
     hint = error.get("hint") or "Look at the log of `millstream run`, and at `millstream doctor`."
@@ -337,7 +337,7 @@ def _of_silence(stream: Mapping[str, Any], bounds: Bounds, awaited_s: float, qui
             Kind.SOURCE_SILENT,
             name,
             name,
-            f"the source has sent nothing for {_words(awaited_s)}, though its WAL ends at {stream['source']['end']}",
+            f"the source has sent nothing for {human_seconds(awaited_s)}, though its WAL ends at {stream['source']['end']}",
             "Look at the source's load and at the network: `pg_stat_replication` shows the connection.",
         )
     if bounds.no_records_s is not None and quiet_s and quiet_s >= bounds.no_records_s:
@@ -345,7 +345,7 @@ def _of_silence(stream: Mapping[str, Any], bounds: Bounds, awaited_s: float, qui
             Kind.STREAM_SILENT,
             name,
             name,
-            f"the stream has had no record for {_words(quiet_s)}",
+            f"the stream has had no record for {human_seconds(quiet_s)}",
             "Look at its source, or at the applications that append to it.",
         )
 
@@ -441,7 +441,7 @@ def _of_node(
         yield Condition(Kind.NOT_FOLLOWING, stream, subject, message, hint, is_alert=apart_s >= bounds.stalled_s)
     if failing_s and failing_s >= bounds.stalled_s:
         error = node_errors(its)[0]
-        message = f"replication has failed for {_words(failing_s)}: {error['message']}"
+        message = f"replication has failed for {human_seconds(failing_s)}: {error['message']}"
         yield Condition(Kind.REPLICATION_STALLED, stream, subject, message, error["hint"])
 
 
@@ -469,7 +469,7 @@ def _of_consumer(stream: str, consumer: Mapping[str, Any], bounds: Bounds, unset
             message, hint = f"consumer {name} is paused{reason}", ["millstream", "consumer", "resume", name, *option]
         else:
             what = f"{lag['records']:,} records wait"
-            message = f"consumer {name} has acknowledged nothing for {_words(unsettled_s)}, and {what}{reason}"
+            message = f"consumer {name} has acknowledged nothing for {human_seconds(unsettled_s)}, and {what}{reason}"
             hint = ["millstream", "consumer", "show", name, *option]
         text = f"Mend the cause, then run `{shlex.join(hint)}`."
         yield Condition(Kind.CONSUMER_STALLED, stream, name, message, text)
@@ -482,14 +482,6 @@ def _of_consumer(stream: str, consumer: Mapping[str, Any], bounds: Bounds, unset
             f"consumer {name} has {letters}",
             f"Run `{shlex.join(['millstream', 'consumer', 'dead', 'ls', name, *option])}`, then retry or drop them.",
         )
-
-
-def _words(seconds: float) -> str:
-    """Return a duration for people."""
-    for unit, length_s in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * length_s:
-            return f"{int(seconds // length_s)} {unit}"
-    return f"{int(seconds)} s"
 
 
 def what_to_run(table: Mapping[str, Any], stream: str = "") -> str:

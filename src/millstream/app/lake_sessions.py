@@ -55,8 +55,8 @@ def open_lake(
         lake_only: whether to read nothing of the log, so that `merged` tables, which are read from it, are unknown.
 
     Raises:
-        PositionError (`invalid_time`), PositionError (`invalid_token`): the text is neither.
-        PositionError (`beyond_retention`), PositionError (`time_from_future`), TokenFromFuture: the lake no longer has it, or the log
+        PositionError (`invalid_time`, `invalid_token`): the text is neither.
+        PositionError (`beyond_retention`, `time_from_future`), TokenFromFuture: the lake no longer has it, or the log
             doesn't have it yet.
         LakeBehind: the log has more records up to it than a query merges.
         CorruptWal (`log_missing`): the log was moved or removed; not if `lake_only`.

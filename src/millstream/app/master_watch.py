@@ -22,7 +22,7 @@ class MasterWatch:
     """Looks whether a standalone master takes connections, while Spark starts.
 
     Args:
-        master: the configuration's master; of others than `spark://…` nothing is known.
+        master: the configuration's master; only a `spark://…` one is watched.
         on_silence: called once for each time that the master stops answering, on another thread.
     """
 

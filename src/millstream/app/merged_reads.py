@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from millstream.wal.reader import StreamReader
 
 FOLDED_TIMES: Final = 4
-"""Memory that folding takes: for `read_latest` a multiple of the range's records, for a table of several regions of its
-rows."""
+"""Folding takes this many times the memory of its input: of a range's records, or of a merging table's rows."""
 
 
 class HomeMergedTables:

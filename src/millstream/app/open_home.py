@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, schemas_named, tables_named
-from millstream.app.merged_reads import latest_with_totals
+from millstream.app.merged_reads import HomeMergedTables, latest_with_totals, merged_rows
 from millstream.client.appends import HomeAppends, KnownTables
 from millstream.client.call_results import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.consumers import Ask, Consumers, Consumption, with_records
@@ -232,14 +232,12 @@ class OpenHome(HomeAppends):
             UnknownTable: no region has records of it.
             UsageError, PositionError (`invalid_time`): `at` is no moment.
             ReplicationError (`merge_unsuitable`): it can't merge as configured.
-            ReplicationError (`other_region`), ReplicationError (`other_stream`): a log doesn't match its folder, or the earlier merged state.
+            ReplicationError (`other_region`, `other_stream`): a log doesn't match its folder, or the earlier merged state.
             OffsetExpired: retention has dropped records that weren't merged yet (`millstream reconcile`).
             InvalidValue: a counter's sum is beyond its type.
             LakeError (`query_memory_full`): it is larger than a server reads at once.
             ReplicationError (`replica_too_stale`): the data of a region is older than allowed; `stream` names it (`shop@2`).
         """
-        from millstream.app.merged_reads import merged_rows
-
         at_ns = None if at is None else microseconds(moment_of(at, now=datetime.now(UTC))) * 1000
         name = self._home.pick_stream(stream)
         try:
@@ -249,8 +247,6 @@ class OpenHome(HomeAppends):
 
     def merged_schema(self, stream: str, table: str) -> pa.Schema:
         """Return the columns of `merged`, without reading its rows; raises as `merged`."""
-        from millstream.app.merged_reads import HomeMergedTables
-
         return HomeMergedTables(self._home, self._home.pick_stream(stream)).columns(table)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
@@ -355,7 +351,7 @@ class OpenHome(HomeAppends):
 
         Raises:
             InvalidQuery: the SQL fails; the message is DuckDB's.
-            PositionError (`invalid_time`), PositionError (`invalid_token`), PositionError (`beyond_retention`), PositionError (`time_from_future`), TokenFromFuture: `as_of` is
+            PositionError (`invalid_time`, `invalid_token`, `beyond_retention`, `time_from_future`), TokenFromFuture: `as_of` is
                 invalid or unavailable.
             LakeBehind: too many records up to `as_of` haven't landed.
         """

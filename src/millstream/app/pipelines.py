@@ -189,7 +189,7 @@ class StreamPipeline:
         if now.replayed is not None and (before is None or before.replayed is None):
             done = now.replayed
             logger.info(
-                "replay is over: the lake has all that the log had at the start",
+                "replay is over: the lake has everything that the log had at the start",
                 stream=self.name,
                 segments=done.segments.done,
                 records=done.records.done,

@@ -1,7 +1,4 @@
-"""How many records entered each stream's log, and messages left for each consumer, and at which rates.
-
-They are taken from successive statuses of a home.
-"""
+"""Records written to each stream and messages delivered to each consumer: counts, and rates from successive statuses."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ Status: TypeAlias = Mapping[str, Any]
 _WINDOW_S: Final = 5.0
 """Time over which a rate is taken: over one second it would jump with each batch."""
 _OLD_S: Final = 30.0
-"""Age of a sample that no rate is taken from: there were no viewers since."""
+"""Age above which a sample is dropped: a rate over a longer time isn't the present one."""
 
 
 def records_written(status: Status) -> dict[str, int]:

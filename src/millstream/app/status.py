@@ -202,16 +202,17 @@ def _stream(
     landed = _landed(home, catalog, name, stream, problems)
     durable = _durable(home, catalog, name, problems)
     counted = backlog_counter(home, name, durable, backlogs, problems)
-    writers = catalog.writers(stream)
-    writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
-    shared = writer_facts(home, catalog, stream)
-    is_written = capture is not None or bool(holder(home.run_folder, writer_role(_own_name(home))))
-    has_source, is_served = _has_source(home, name), bool(holder(home.run_folder, "serve"))
-    source = catalog.current_source(stream)
+    writers, own_name = catalog.writers(stream), _own_name(home)
+    writer = next((one for one in writers if one.name == own_name), writers[-1] if writers else None)
+    is_written = capture is not None or bool(holder(home.run_folder, writer_role(own_name)))
+    source, is_served = _source(home, catalog, name, stream, captured), bool(holder(home.run_folder, "serve"))
+    tables = tables_of(
+        catalog, stream, captured, landing, lake_paths(home, _readable_config(home, name), catalog, name, stream)
+    )
     return {
         "name": name,
         "id": str(stream),
-        "state": "running" if is_written or (is_served and not has_source) else "stopped",
+        "state": "running" if is_written or (is_served and not source["configured"]) else "stopped",
         "writer": None
         if writer is None
         else {
@@ -220,22 +221,8 @@ def _stream(
             "pid": writer.pid or None,
             "alive": is_written,
         },
-        "writers": shared["writers"],
-        "source": {
-            "number": int(source.id) if source else None,
-            "reached": format_lsn(source.reached) if source else None,
-            "database": source.database if source else None,
-            "timeline": source.timeline if source else None,
-            "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
-            "configured": has_source,
-            "left": [asdict(noted) for noted in left_slots(home, catalog, stream)],
-            "slot": _slot(home, name),
-            "mode": captured.get("mode"),
-            "received": _lsn_text(captured.get("received")),
-            "end": _lsn_text(captured.get("source_end")),
-            "slot_holds_bytes": captured.get("slot_holds_bytes"),
-            "spilled_bytes": captured.get("source_spilled_bytes"),
-        },
+        "writers": writer_facts(home, catalog, stream)["writers"],
+        "source": source,
         "buffer": (capture or {}).get("buffer"),
         "tokens": {
             "durable": None if durable is None else str(StreamToken.scalar(stream, durable)),
@@ -257,20 +244,27 @@ def _stream(
         "lake": {"state": lake_state(catalog, stream)},
         "ring": _ring(catalog, stream, problems),
         "log": _log(home, catalog, name, problems) | _retention(home, catalog, name, stream, counted, problems),
-        "tables": with_checks(
-            tables_of(
-                catalog,
-                stream,
-                captured,
-                landing,
-                lake_paths(home, _readable_config(home, name), catalog, name, stream),
-            ),
-            home,
-            catalog,
-            name,
-            stream,
-            problems,
-        ),
+        "tables": with_checks(tables, home, catalog, name, stream, problems),
+    }
+
+
+def _source(home: Home, catalog: Catalog, name: str, stream: StreamId, captured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a stream's source, those of the catalog and those of the running capture."""
+    source = catalog.current_source(stream)
+    return {
+        "number": int(source.id) if source else None,
+        "reached": format_lsn(source.reached) if source else None,
+        "database": source.database if source else None,
+        "timeline": source.timeline if source else None,
+        "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
+        "configured": _has_source(home, name),
+        "left": [asdict(noted) for noted in left_slots(home, catalog, stream)],
+        "slot": _slot(home, name),
+        "mode": captured.get("mode"),
+        "received": _lsn_text(captured.get("received")),
+        "end": _lsn_text(captured.get("source_end")),
+        "slot_holds_bytes": captured.get("slot_holds_bytes"),
+        "spilled_bytes": captured.get("source_spilled_bytes"),
     }
 
 

@@ -194,7 +194,7 @@ class _Sender:
             # With several requests on their way, a broker that has just made a topic may refuse the first one and take
             # the second. It then answers the repeated first one as a duplicate, and its operations are lost.
             "max.in.flight.requests.per.connection": 1,
-            "error_cb": self._heard,
+            "error_cb": self._on_error,
         }
         self._producer: Producer = Producer(settings)
         self._worker = Worker(f"kafka-{options.topic}", self._take_answers).start()
@@ -247,14 +247,14 @@ class _Sender:
         while not self._ended.is_set():
             self._producer.poll(_POLL_S)
 
-    def _heard(self, error: KafkaError) -> None:
+    def _on_error(self, error: KafkaError) -> None:
         if error.fatal():
             self._fatal = error_of_kafka(error, self._options.topic)
 
     def _answer_of(
         self, future: Future[BufferMeta], shard: ShardId, size: int
     ) -> Callable[[KafkaError | None, Message], None]:
-        def told(error: KafkaError | None, message: Message) -> None:
+        def on_delivery(error: KafkaError | None, message: Message) -> None:
             if error is not None:
                 future.set_exception(self._translated(error, shard, size, sent=True))
                 return
@@ -262,7 +262,7 @@ class _Sender:
             assert offset is not None
             future.set_result(BufferMeta(shard, BufferOffset(offset), message.timestamp()[1] * 1000, size))
 
-        return told
+        return on_delivery
 
     def _translated(self, error: KafkaError, shard: ShardId, size: int, *, sent: bool) -> MillstreamError:
         from confluent_kafka import KafkaError as Codes
@@ -321,7 +321,7 @@ class KafkaReader(PlacedReader):
                 "auto.offset.reset": "error",
                 "isolation.level": "read_committed",
                 "allow.auto.create.topics": False,
-                "error_cb": self._heard,
+                "error_cb": self._on_error,
                 "logger": SILENT,
             }
         )
@@ -340,7 +340,7 @@ class KafkaReader(PlacedReader):
             return None
         error = message.error()
         if error is not None:
-            self._heed(error)
+            self._handle(error)
             return None
         offset = message.offset()
         assert offset is not None
@@ -358,7 +358,7 @@ class KafkaReader(PlacedReader):
             with contextlib.suppress(RuntimeError):
                 self._consumer.close()
 
-    def _heed(self, error: KafkaError) -> None:
+    def _handle(self, error: KafkaError) -> None:
         """Raise an error, or read on if it passes."""
         from confluent_kafka import KafkaError as Codes
 
@@ -394,7 +394,7 @@ class KafkaReader(PlacedReader):
                 time.sleep(_ASK_AGAIN_S)
                 continue
             if found is None:
-                raise BufferUnavailable(f"Kafka didn't say where topic {self._buffer} ends", buffer=self._buffer)
+                raise BufferUnavailable(f"Kafka didn't return the end of topic {self._buffer}", buffer=self._buffer)
             return BufferOffset(found[0]), BufferOffset(found[1])
 
     def _look_for_topic(self, timeout_s: float) -> None:
@@ -420,6 +420,6 @@ class KafkaReader(PlacedReader):
             else TopicPartition(self._buffer, int(self._shard), int(offset))
         )
 
-    def _heard(self, error: KafkaError) -> None:
+    def _on_error(self, error: KafkaError) -> None:
         if error.code() in unreachable():
             self._lost = error_of_kafka(error, self._buffer)

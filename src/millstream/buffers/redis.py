@@ -52,7 +52,7 @@ _ITEM_BYTES: Final = 512
 # ARGV: identity, sender, the batch's number, each operation's bytes.
 _STORE: Final = """
 if redis.call('HGET', KEYS[1], 'identity') ~= ARGV[1] then
-  return redis.error_reply('MISSING the buffer is gone, or was made anew')
+  return redis.error_reply('MISSING the buffer is gone, or was made again')
 end
 local last = redis.call('HGET', KEYS[4], ARGV[2])
 if last then

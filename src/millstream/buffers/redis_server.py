@@ -113,7 +113,7 @@ def error_of_redis(error: Exception, name: str, *, what: str = "write buffer") -
     passing = redis.ReadOnlyError, redis.exceptions.ClusterDownError, redis.exceptions.TryAgainError
     if isinstance(error, redis.ResponseError) and not isinstance(error, passing):
         if said.startswith(_GONE):
-            return BufferMissing(f"write buffer {name} is gone from Redis, or was made anew", buffer=name)
+            return BufferMissing(f"write buffer {name} is gone from Redis, or was made again", buffer=name)
         if not said.startswith(_BUSY):
             return BufferRefused(
                 f"Redis refuses {what} {name}: {said}",
@@ -133,7 +133,7 @@ def check_durable(client: Redis, name: str, *, accept_loss: bool) -> None:
     """
     found = _settings(client, name)
     if found is None:
-        wrong = ["it doesn't say whether it is (the user may not CONFIG GET)"]
+        wrong = ["its settings can't be read (the user may not CONFIG GET)"]
     else:
         wrong = [
             f"{setting} is {found[setting]}, not {safe[0]}"

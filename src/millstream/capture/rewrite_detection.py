@@ -397,7 +397,7 @@ def _news_of_columns(
             elif type_oid != column.type_oid or ((rewritten or table.partitioned) and modifier != column.type_modifier):
                 yield f"column {name} got another type"
             elif rewritten and written_by.get(str(column.number), column.written_by) != column.written_by:
-                yield f"column {name} was given its {'expression' if column.generated else 'type'} anew"
+                yield f"column {name} was given its {'expression' if column.generated else 'type'} again"
 
 
 def _news_of_types(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
@@ -483,7 +483,7 @@ def _news_of_files(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
     truncated = [p.name for p in table.partitions if _has_another_file(before.get(str(p.oid)), p)]
     truncated += [p.name for p in table.partitions if str(p.oid) not in before and p.refiled]
     if truncated:
-        yield f"partition {_named(truncated)} was truncated, or written anew"
+        yield f"partition {_named(truncated)} was truncated or rewritten"
 
 
 def _has_another_file(before: list[Any] | None, now: PartitionFacts) -> bool:

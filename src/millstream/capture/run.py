@@ -179,7 +179,7 @@ class _Capture:
             except MillstreamError as error:
                 if self._is_refusal(error):
                     self._choice.give_up(error.message)
-                    logger.warning("no chunks any more: the stream is read", code=error.code, error=error.message)
+                    logger.warning("no more chunks: the stream is read", code=error.code, error=error.message)
                     continue
                 if self._reads_chunks and self._connected and error.code == "source_unreachable":
                     self._choice.broke()
@@ -299,7 +299,7 @@ class _Capture:
             copies.see(directory.refresh())  # before the first change: a copy that was begun has to see every change
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
-            rules = rule_messages(self._rules, directory, config, identity, copies.set_aside, stack)
+            rules = rule_messages(self._rules, directory, config, identity, copies.quarantine, stack)
             session = _CaptureSession(applier, receiver, watcher, tables, copies, chunks, rules, time.monotonic())
             return self._stream_until_done(session, control)
 
@@ -459,7 +459,7 @@ class _Capture:
         """Return X: up to here everything is in the log, whatever happens next."""
         return self._catalog.reached_in(source, self._log.reached())
 
-    def _request_copies(self, why: str = "the slot was made anew") -> None:
+    def _request_copies(self, why: str = "the slot was made again") -> None:
         """Copy all tables again: the changes between an old slot and a new one are lost to the stream."""
         for row in self._catalog.tables(self._stream):
             if row.is_captured and row.state in {TableState.STREAMING, TableState.COPYING}:

@@ -73,7 +73,7 @@ def check_server(connection: Connection, config: CaptureConfig) -> Iterator[Find
             "no_free_slot",
             f"all {settings['max_replication_slots']} replication slots are in use",
             "source",
-            fix="Raise max_replication_slots and restart the server, or drop a slot that nobody uses.",
+            fix="Raise max_replication_slots and restart the server, or drop an unused slot.",
             sql=f"ALTER SYSTEM SET max_replication_slots = {more}; -- then restart the server",
         )
     if int(used[1]) >= int(settings["max_wal_senders"]):
@@ -90,7 +90,7 @@ def check_server(connection: Connection, config: CaptureConfig) -> Iterator[Find
             "slot_lost",
             f"the slot {slot.name} was invalidated",
             "source",
-            fix="Run `millstream slot drop`; capture then begins anew and copies the tables again.",
+            fix="Run `millstream slot drop`; capture then copies the tables again.",
         )
     if slot is not None and (slot.held_bytes or 0) > config.slot_lag_bytes:
         yield Finding(

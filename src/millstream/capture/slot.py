@@ -171,7 +171,7 @@ def create_slot(
     without a slot.
 
     Raises:
-        SourceError (`no_free_slot`), SourceError (`wal_level_not_logical`), SourceError (`source_privilege_missing`): the server refused.
+        SourceError (`no_free_slot`, `wal_level_not_logical`, `source_privilege_missing`): the server refused.
     """
     options = "(SNAPSHOT 'nothing', FAILOVER true)" if failover else "NOEXPORT_SNAPSHOT"
     statement = sql.SQL("CREATE_REPLICATION_SLOT {} LOGICAL pgoutput " + options).format(sql.Identifier(name))
@@ -218,8 +218,8 @@ def ask_for_slot(
 
 
 STANDBY_WAITS: Final = (
-    "a standby has to hear from its primary which transactions run: `SELECT pg_log_standby_snapshot()` there (16 and newer), or any"
-    " busy quarter of a minute, does it"
+    "a standby needs its primary's list of running transactions: the primary sends it within a busy quarter of a minute,"
+    " or on `SELECT pg_log_standby_snapshot()` (16 and newer)"
 )
 
 

@@ -326,7 +326,7 @@ class TableDirectory:
             table_states.quarantine(self._catalog, row, reason, details=details)
             self.refresh()
 
-    def is_set_aside(self, oid: int) -> bool:
+    def is_undecoded(self, oid: int) -> bool:
         """Return whether a relation's changes aren't decoded: its table is quarantined, as last refreshed, or not certain."""
         row = self._row_of(oid)
         return self.leaves.is_left_out(oid) or (row is not None and row.state is TableState.QUARANTINED)

@@ -163,7 +163,7 @@ class CatalogDatabase:
     Raises:
         CatalogError (`catalog_too_new`): a newer Millstream wrote it.
         CatalogError (`catalog_unreachable`): the server doesn't answer. Any call may raise this, after `busy_timeout_s`.
-        CatalogError (`catalog_busy`), CatalogError (`catalog_replaced`), DiskFull, CatalogError: as `Catalog`.
+        CatalogError (`catalog_busy`, `catalog_replaced`), DiskFull, CatalogError: as `Catalog`.
     """
 
     def __init__(self, where: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S, look: bool = False) -> None:
@@ -341,7 +341,7 @@ class CatalogDatabase:
         found = connection.execute(text(f"SELECT version_num FROM {prefix}alembic_version")).scalar()
         if found is not None and str(found) > REVISION:
             raise CatalogError(
-                f"{self.place} has schema {found}; this Millstream knows up to {REVISION}",
+                f"{self.place} has schema {found}; this Millstream reads up to {REVISION}",
                 code="catalog_too_new",
                 file=self.place,
                 found=str(found),

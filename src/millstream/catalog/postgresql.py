@@ -291,7 +291,7 @@ _GONE: Final = f"The schema {SCHEMA} is damaged or not a catalog: restore the da
 _DISK_FULL: Final = "53100"
 _BY_STATE: Final[dict[str, tuple[str, str | None]]] = {
     "25006": ("catalog_unreachable", _STANDBY),
-    "25P03": ("catalog_busy", "The process stood still within a transaction; it is tried again."),
+    "25P03": ("catalog_busy", "The process was paused within a transaction, which is tried again."),
     "25P04": ("catalog_busy", _WAITS),
     "3D000": (CatalogError.code, _DATABASE),
     "3F000": (CatalogError.code, _GONE),

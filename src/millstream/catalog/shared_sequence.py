@@ -204,7 +204,7 @@ class PostgresSequenceStore:
             raise SequencingError(
                 f"{count} numbers are more than the stream has left",
                 code="invalid_count",
-                hint=f"Somebody has set {self._named} to its end: `SELECT max(given_to) FROM {CATALOG_SCHEMA}.writers` says where it stood.",
+                hint=f"{self._named} was set to its end: `SELECT max(given_to) FROM {CATALOG_SCHEMA}.writers` shows where it was.",
                 count=count,
             )
         if first == -1:

@@ -47,7 +47,7 @@ class Streams(CatalogPart):
             if known is None:
                 other = connection.execute(select(t.streams.c.name).where(t.streams.c.id == str(found))).scalar()
                 raise CatalogError(
-                    f"the log of stream {name} bears the id {found}, which in the catalog is stream {other}",
+                    f"the log of stream {name} has the id {found}, which in the catalog is stream {other}",
                     hint="Move the folder back, or use its old name in the configuration.",
                     stream=name,
                 )
@@ -68,7 +68,7 @@ class Streams(CatalogPart):
         others = ", ".join(sorted(place for home, place in homes.items() if mine is None or home != mine.id))
         if found is not None and found != stream:
             raise CatalogError(
-                f"the log of stream {name} bears the id {found}, the catalog says {stream}"
+                f"the log of stream {name} has the id {found}, and in the catalog {stream}"
                 + (f", which is the stream {name} of {others}" if others else ""),
                 hint="The folder or the catalog was exchanged: put back the one that belongs here."
                 if not others

@@ -56,7 +56,7 @@ def consumer() -> None:
 @click.option(
     "--group-by",
     metavar="key|COLUMNS|none",
-    help="What is delivered in order: each key's records, those of each value of some columns (a,b), or nothing.  "
+    help="Records delivered in order: those of each key, those of each value of some columns (a,b), or none.  "
     "[default: key]",
 )
 @click.option("--start", metavar="PLACE", help="earliest, latest, a token or a time.  [default: latest]")

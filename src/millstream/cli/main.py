@@ -150,9 +150,9 @@ def _report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, ModuleNotFoundError):
         error = _missing_extra(error)
     if isinstance(error, OSError):
-        from millstream.wal.files import as_told
+        from millstream.wal.files import error_of_os
 
-        error = as_told(error)
+        error = error_of_os(error)
     if isinstance(error, MillstreamError):
         # A traceback has the hint already.
         say_error(error.as_dict() | ({"hint": ""} if debug else {}))

@@ -201,7 +201,7 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
         OffsetExpired: retention has dropped the records of a token or a number.
         TokenFromFuture: a token or a number is beyond the end.
         UsageError: it ends before it begins.
-        PositionError (`invalid_time`), PositionError (`invalid_token`): as `parse_as_of`.
+        PositionError (`invalid_time`, `invalid_token`): as `parse_as_of`.
     """
     from millstream.errors import UsageError
     from millstream.model.as_of_parsing import microseconds

@@ -170,7 +170,7 @@ class HomeAppends(AppendSteps, Closing):
             UnknownStream, UsageError: there is no such stream, the text is no table's name, or
                 `deadline_s` is invalid.
             InvalidValue: a value doesn't fit its column; nothing was appended.
-            UnknownTable, IngestError (`unknown_column`), IngestError (`key_changed`), IngestError (`table_captured`), IngestError (`rows_too_large`): likewise.
+            UnknownTable, IngestError (`unknown_column`, `key_changed`, `table_captured`, `rows_too_large`): likewise.
             Overloaded, DiskFull: there is no room for it now; nothing was appended.
             AppendOutcomeUnknown: the disk failed, or the writing process ended: the rows may or may not
                 be stored.

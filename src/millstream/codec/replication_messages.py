@@ -259,7 +259,6 @@ def _decode_mark(taken: _ShipmentCursor) -> tuple[ShardId, DurableMark]:
 
 
 # --- what followers send
-# -------------------------------------------------------------------------------------------
 
 
 def _hello(hello: Hello) -> bytes:

@@ -89,12 +89,12 @@ def _clashes_of_buffer(
     if stream.source is not None:
         yield (
             (*at, "buffer", "role"),
-            f"stream {name} captures a database, whose order its log keeps: it can't {'write to' if buffer.role == 'writes' else 'read from'} a buffer besides",
+            f"stream {name} captures a database, whose order its log keeps: it can't {'write to' if buffer.role == 'writes' else 'read from'} a buffer",
         )
     if stream.routing is not None and stream.routing.sinks:
         yield (
             (*at, "buffer", "role"),
-            f"stream {name} has sinks beside its log, and a stream has its rows in one place or takes them from one: give it sinks, or a buffer",
+            f"stream {name} has sinks and a write buffer; it can have only one of the two",
         )
     if buffer.role == "reads" and writer is not None:
         yield (
@@ -113,7 +113,7 @@ def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:
         if getattr(http, one) is not None and getattr(http, other) is None:
             yield ("http", one), f"is nothing without {other}"
     if http.clients and http.client_ca is None:
-        yield ("http", "clients"), "nobody shows a certificate without client_ca"
+        yield ("http", "clients"), "no client shows a certificate without client_ca"
 
 
 def _clashes_of_source(
@@ -238,7 +238,7 @@ def _clashes_of_target(
         elif sink != DEVNULL and stream.buffer is not None:
             yield (
                 at,
-                f"a stream that {stream.buffer.role} a write buffer has no sinks beside it: who takes the operations sends them on",
+                f"a stream that {stream.buffer.role} a write buffer can't have sinks",
             )
 
 

@@ -70,7 +70,7 @@ def area(status: Status, name: str) -> Iterator[Piece]:
         ("Retention waits", retention_waits(stream) or "for nothing"),
     ]
     yield described(facts)
-    yield tag("h2", "Who holds it")
+    yield tag("h2", "Holders")
     yield from listed(
         ("Holder", "Kind", "From number", "Holds", "Oldest record"),
         [

@@ -57,7 +57,7 @@ from millstream.serving.browser_sessions import cookie_name
 from millstream.serving.figures import Figures
 from millstream.serving.http_reads import Question
 from millstream.serving.problem_documents import encoded, problem_of, status_of
-from millstream.serving.request_bodies import ClientGoneError, Held, Intake, read_body
+from millstream.serving.request_bodies import ClientGoneError, Held, MemoryBudget, read_body
 from millstream.serving.requests import ENDING, ClientStalledError, headers_said
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -99,7 +99,7 @@ class Console:
         self._access = application.access
         self._reading = application.reading
         self._consumers = application.consumers.of_home
-        self._forms = Intake(64 * _FORM_BYTES_MAX, _FORM_BYTES_MAX)
+        self._forms = MemoryBudget(64 * _FORM_BYTES_MAX, _FORM_BYTES_MAX)
         self._threads = ThreadPoolExecutor(_DETAILS_AT_ONCE, thread_name_prefix="console-details")
         self.figures: Final = Figures(application.home, application.health.status)
         self.diffs: Final = diff_page.Diffs(application.home)

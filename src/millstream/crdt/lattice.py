@@ -107,7 +107,7 @@ def opened(kind: StateKind, data: bytes | memoryview) -> memoryview:
     if _CRC.unpack_from(data, len(framed))[0] != crc:
         raise MergeStateUnreadable("the bytes of a state fail their checksum")
     if version != VERSION:
-        raise MergeStateUnreadable(f"a state of version {version}; this Millstream knows {VERSION}", version=version)
+        raise MergeStateUnreadable(f"a state of version {version}; this Millstream reads {VERSION}", version=version)
     if found != kind:
         raise MergeStateUnreadable(f"a state of kind {found}, where {kind.name.lower()} ({int(kind)}) was expected")
     return framed[_HEAD.size :]

@@ -408,7 +408,7 @@ def _greatest(table: str, one: Vector, other: Vector) -> Vector:
             found[region] = token if held is None else held.join(token)
         except MillstreamError as error:
             raise ReplicationError(
-                f"{table}: region {region} was heard of by two logs, {held} and {token}",
+                f"{table}: region {region} has two logs, {held} and {token}",
                 code="other_stream",
                 hint="Run `millstream reconcile`: it drops what was merged from the earlier log, and keeps the other regions' rows.",
                 region=int(region),

@@ -24,7 +24,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.protocol.delivery import Phase, seq_of
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.wal.reader import StreamReader
 
 logger = structlog.get_logger("millstream.delivery")
@@ -65,7 +65,7 @@ def conflicts_of(folder: Path, configured: Mapping[str, Definition]) -> list[tup
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise as_told(error) from error
+        raise error_of_os(error) from error
     found = []
     for name, definition in configured.items():
         conflict = conflict_of(stored[name].definition, definition) if name in stored else None

@@ -33,7 +33,7 @@ from millstream.delivery.records.record_reader import Earlier
 from millstream.errors import DeliveryError, WriterClosed
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.delivery import Change, Died, Dropped, Message, Rewound, State, decode, encode
-from millstream.wal.files import RealFile, RealFiles, as_told, check_is_at
+from millstream.wal.files import RealFile, RealFiles, check_is_at, error_of_os
 
 logger = structlog.get_logger("millstream.delivery")
 
@@ -155,7 +155,7 @@ class Store:
                 put_consumers(folder, None, ())
             key, data = key_file.read_bytes(), path.read_bytes()
         except OSError as error:
-            raise as_told(error) from error
+            raise error_of_os(error) from error
         if len(key) != KEY_BYTES:
             raise _unreadable(key_file, "it isn't one of this version")
         contents, consumers = read_consumers(path, data)
@@ -166,7 +166,7 @@ class Store:
             file = RealFiles().open_write(str(path))
             file.truncate(contents.end)
         except OSError as error:
-            raise as_told(error) from error
+            raise error_of_os(error) from error
         return cls(folder, key, file, contents.end, contents.end), consumers
 
     def create(self, stored: Stored) -> None:
@@ -216,7 +216,7 @@ class Store:
                 self._file.sync()
             except OSError as error:
                 self._failure = error
-                raise as_told(error) from error
+                raise error_of_os(error) from error
             self._is_dirty = False
             with suppress(OSError):  # an older mark is true, too
                 self._file.pwrite(mark(self._size), MARK_AT)
@@ -233,7 +233,7 @@ class Store:
             raise missing_state(str(self._folder / LOG_NAME)) from failure
         if failure is not None:
             reason = f"an earlier write failed: {failure.strerror or failure}"
-            raise as_told(OSError(failure.errno or errno.EIO, reason, str(self._folder / LOG_NAME))) from failure
+            raise error_of_os(OSError(failure.errno or errno.EIO, reason, str(self._folder / LOG_NAME))) from failure
 
     def _check_place(self) -> None:
         path = str(self._folder / LOG_NAME)
@@ -242,7 +242,7 @@ class Store:
         except FileNotFoundError as error:
             raise missing_state(path) from error
         except OSError as error:
-            raise as_told(error) from error
+            raise error_of_os(error) from error
 
     @property
     def wants_compaction(self) -> bool:
@@ -258,7 +258,7 @@ class Store:
             replace_file(path, data)
             file = RealFiles().open_write(str(path))
         except OSError as error:
-            raise as_told(error) from error
+            raise error_of_os(error) from error
         self._file.close()
         self._file, self._size, self._base = file, len(data), len(data)
         self._is_dirty, self._failure = False, None
@@ -284,7 +284,7 @@ class Store:
             self._file.pwrite(data, self._size)
         except OSError as error:
             self._failure = error
-            raise as_told(error) from error
+            raise error_of_os(error) from error
         self._size += len(data)
         self._is_dirty = True
 

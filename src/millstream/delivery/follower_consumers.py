@@ -27,7 +27,7 @@ from millstream.errors import DeliveryError
 from millstream.model.ids import StreamId
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.delivery import Phase, position_of
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.wal.reader import StreamReader
 
 logger = structlog.get_logger("millstream.delivery")
@@ -60,7 +60,7 @@ def copied_consumers(file: Path) -> dict[str, Stored]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise as_told(error) from error
+        raise error_of_os(error) from error
     return read_consumers(file, unpacked(data))[1]
 
 
@@ -168,7 +168,7 @@ def adopt_consumers(
         make_folder(folder)
         put_consumers(folder, usable, adopted)
     except OSError as error:
-        raise as_told(error) from error
+        raise error_of_os(error) from error
     return {one.definition.name: one.state.cursor for one in adopted if one.state.phase is not Phase.CUT_OFF}
 
 

@@ -324,7 +324,7 @@ class Pusher:
         if outcome.parts:
             told = {message.id for messages, _ in outcome.parts for message in messages}
             untold = [message for message in sent if message.id not in told]
-            for messages, part in [*outcome.parts, (untold, failed("the sink didn't tell the message's outcome"))]:
+            for messages, part in [*outcome.parts, (untold, failed("the sink didn't return the message's outcome"))]:
                 self._judge_apart(batch, messages, part)
             batch.messages = batch.messages[len(sent) :]
             self._show(None)

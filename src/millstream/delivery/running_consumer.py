@@ -39,7 +39,7 @@ from millstream.protocol.delivery import (
 )
 from millstream.protocol.delivery.messages import ANSWER_BYTES, UNSETTLED_BYTES_MAX, Kind
 from millstream.wal.backlog import backlog_of_tables
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.wal.reader import StreamReader
 
 _SLICE_S: Final = 0.2
@@ -290,7 +290,7 @@ class Running:
             self._failed(error)
             raise
         except OSError as error:  # for example a lack of descriptors, which passes
-            told = as_told(error)
+            told = error_of_os(error)
             self._failed(told)
             raise told from error
         self.error = None

@@ -9,7 +9,7 @@ from millstream.delivery.consumer_store import LOG_NAME, read_consumers, valid_c
 from millstream.delivery.consumers_log_format import HEAD_BYTES, MAGIC, entries_behind, mark, parse
 from millstream.errors import DeliveryError
 from millstream.private_files import replace_file
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def stored_names(folder: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     except OSError as error:
-        raise as_told(error) from error
+        raise error_of_os(error) from error
 
 
 def damage_of(folder: Path) -> Damage | None:
@@ -79,7 +79,7 @@ def repair(folder: Path) -> tuple[Damage | None, str | None]:
         replace_file(aside, data[damage.byte :])
         replace_file(path, MAGIC + mark(damage.byte) + data[HEAD_BYTES : damage.byte])
     except OSError as error:
-        raise as_told(error) from error
+        raise error_of_os(error) from error
     return damage, str(aside)
 
 
@@ -89,7 +89,7 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError:
         raise _hopeless(path, "there is none") from None
     except OSError as error:
-        raise as_told(error) from error
+        raise error_of_os(error) from error
 
 
 def _hopeless(path: Path, why: str) -> DeliveryError:

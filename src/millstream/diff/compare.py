@@ -332,9 +332,11 @@ def _check_again(
     had, have = first.rows[int(row.id)], now.rows.get(int(row.id))
     if done.state is not Compared.DIFFERENT:
         return
-    reason = "" if have is not None else "it left the stream meanwhile"
+    reason = "" if have is not None else "it left the stream during the comparison"
     if have is not None:
-        reason = now.obstacle(have) or ("it was copied again meanwhile" if have.copy_id != had.copy_id else "")
+        reason = now.obstacle(have) or (
+            "it was copied again during the comparison" if have.copy_id != had.copy_id else ""
+        )
     if not reason and came:
         reason = f"it got the partition {', '.join(came)}: capture copies the rows that came with it"
     if reason:
@@ -423,7 +425,7 @@ class _Comparison:
         untold = [column.name for column in columns if column.name in key and column.lake is None]
         if lake is not None and untold:
             done.state = Compared.NOT_COMPARED
-            done.reason = f"the lake hasn't been told of its key's columns yet: {', '.join(untold)}"
+            done.reason = f"the lake doesn't have its key's columns yet: {', '.join(untold)}"
             return
         rows = max(table.row_estimate, 0 if lake is None else lake.count())
         ranges = ranges_for(rows, table.size_bytes, rows_max=RANGE_ROWS, bytes_max=RANGE_BYTES)
@@ -519,12 +521,12 @@ def _note_columns(columns: Sequence[ComparedColumn], types: Mapping[str, pa.Data
     untold = [column.name for column in columns if column.lake is None]
     if untold:
         done.notes.append(
-            f"the lake hasn't been told of {', '.join(untold)} yet (it is with the table's next change): taken as null there"
+            f"the lake doesn't have {', '.join(untold)} yet (it will with the table's next change): taken as null there"
         )
     sent = {column.name for column in columns}
     left = [name for name in types if name not in sent]
     if left:
-        done.notes.append(f"the source doesn't send {', '.join(left)} (any more): not compared")
+        done.notes.append(f"the source doesn't send {', '.join(left)} (now): not compared")
 
 
 def _unequal(

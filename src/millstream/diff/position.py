@@ -88,11 +88,9 @@ def wait_for_lake(waiting: PositionWait, lsn: Lsn, *, before: Seq) -> Seq:
         if backlogs.between(reached, n).records == 0:
             return reached  # numbers that no record has
         if not waiting.runs("pipeline"):
-            raise LakeBehind(
-                f"the lake stands at {reached}, the comparison needs {n}, and no pipeline runs", needs=int(n)
-            )
+            raise LakeBehind(f"the lake is at {reached}, the comparison needs {n}, and no pipeline runs", needs=int(n))
         if waiting.over:
-            raise LakeBehind(f"the lake stands at {reached}, the comparison needs {n}; time has run out", needs=int(n))
+            raise LakeBehind(f"the lake is at {reached}, the comparison needs {n}; time has run out", needs=int(n))
         time.sleep(_POLL_S)
 
 
@@ -127,7 +125,7 @@ def _wait_for_log(waiting: PositionWait, reader: StreamReader, lsn: Lsn) -> None
             error = facts.get("error") or {}
             why = f"; capture waits: {error['message']}" if error else ""
             raise LakeBehind(
-                f"capture stands at {format_lsn(Lsn(durable))}, the comparison needs {format_lsn(lsn)}; time has run out{why}",
+                f"capture is at {format_lsn(Lsn(durable))}, the comparison needs {format_lsn(lsn)}; time has run out{why}",
                 hint=error.get("hint") or None,
                 needs=format_lsn(lsn),
             )

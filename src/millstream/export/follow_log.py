@@ -18,7 +18,7 @@ from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.names import parse_qualified_name, table_names
 from millstream.model.positions import Offset, Seq, StreamToken
 from millstream.model.schema import TableKind, TableSchema
-from millstream.wal.table_batches import is_raw, set_aside
+from millstream.wal.table_batches import is_raw, undecoded_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -237,7 +237,7 @@ def batches_between(
                     rest = (
                         more for more in reader.read_between(Seq(part.first_seq - 1), upto) if tables.has(more.schema)
                     )
-                    raise set_aside(reader, part, rest, begin, reach)
+                    raise undecoded_error(reader, part, rest, begin, reach)
                 yield part.batch, position
         at = stretch.upto
 

@@ -363,7 +363,7 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
 
 def _check_types(facts: Mapping[str, Any], types: Mapping[str, type]) -> None:
     if not isinstance(facts, dict):
-        raise TypeError(f"{facts!r} stands where an object was to be")
+        raise TypeError(f"{facts!r} isn't an object")
     for name, of in types.items():
         if type(facts[name]) is not of or (of is int and not -_INT64_END <= facts[name] < _INT64_END):
             raise ValueError(f"{name} can't be {facts[name]!r}")

@@ -11,7 +11,7 @@ from millstream.errors import LakeError, OffsetExpired, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import names_table
-from millstream.wal.table_batches import is_raw, set_aside
+from millstream.wal.table_batches import is_raw, undecoded_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,7 +57,7 @@ def read_records(
     own = (found for found in pieces if wanted is None or found.schema.table_id in wanted)
     for found in own:
         if wanted is not None and is_raw(found.schema):
-            raise set_aside(reader, found, own, begin, reach)
+            raise undecoded_error(reader, found, own, begin, reach)
         yield found.batch
 
 

@@ -207,7 +207,6 @@ class Home(HomePaths):
             return []
 
     # --- its configuration
-    # -------------------------------------------------------------------------------------
 
     @cached_property
     def loaded_config(self) -> LoadedConfig:
@@ -254,7 +253,6 @@ class Home(HomePaths):
         return name, self.config.streams[name]
 
     # --- its data
-    # ----------------------------------------------------------------------------------------------
 
     def check_format(self) -> None:
         """Refuse a home that a newer Millstream wrote; raises `UsageError` (`home_too_new`), `CatalogError` as `home_format.check_format`."""
@@ -382,7 +380,7 @@ class Home(HomePaths):
                 folder.mkdir(mode=0o700, exist_ok=True)
                 facts = folder.lstat()
                 if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or folder.is_symlink():
-                    problems.append(f"{folder}: belongs to somebody else, or is open to others")
+                    problems.append(f"{folder}: belongs to another user, or is open to others")
                     continue
             except OSError as error:
                 problems.append(f"{folder}: {error.strerror}")

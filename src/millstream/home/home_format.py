@@ -29,7 +29,7 @@ def check_format(home: HomePaths) -> None:
     found = int(read_facts(home).get("format", FORMAT))
     if found > FORMAT:
         raise UsageError(
-            f"{home.path} has format {found}; this Millstream knows up to {FORMAT}",
+            f"{home.path} has format {found}; this Millstream reads up to {FORMAT}",
             code="home_too_new",
             found=found,
             known=FORMAT,
@@ -52,9 +52,9 @@ def read_facts(home: HomePaths) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        from millstream.wal.files import as_told
+        from millstream.wal.files import error_of_os
 
-        raise as_told(error) from error
+        raise error_of_os(error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CatalogError(
             f"{file} can't be read: {error}", hint='Restore it; for this version it reads {"format": 1}.'

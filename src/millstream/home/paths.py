@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from millstream.model.ids import RegionId, can_name_stream, parse_region_log_name
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 
 FILE_NAME: Final = "millstream.toml"
 PIPELINE: Final = "lake"
@@ -125,4 +125,4 @@ class HomePaths:
         except FileNotFoundError:
             return []
         except PermissionError as error:
-            raise as_told(error) from error
+            raise error_of_os(error) from error

@@ -46,7 +46,7 @@ def check_batch(batch: AppendBatch) -> None:
     for table in batch.tables:
         if not table.counts or min(table.counts) < 1 or sum(table.counts) != table.rows.num_rows:
             raise InvalidValue(
-                "a batch's counts must say of all its rows, request by request, how many are whose: at least one each",
+                "a batch's counts must add up to its rows, with at least one for each request",
                 rows=table.rows.num_rows,
             )
         if len(table.counts) != requests:

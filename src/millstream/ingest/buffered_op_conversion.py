@@ -42,7 +42,7 @@ class OperationTaker:
         """Convert a table's rows; its new parts are durable in the catalog when this returns.
 
         Raises:
-            InvalidValue, UnknownTable, IngestError (`unknown_column`), IngestError (`key_changed`), IngestError (`table_captured`), IngestError (`rows_too_large`): the table
+            InvalidValue, UnknownTable, IngestError (`unknown_column`, `key_changed`, `table_captured`, `rows_too_large`): the table
                 can't take them.
             RoutingError: they can't be placed.
         """

@@ -77,7 +77,7 @@ def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPa
         rows: in the log's types.
 
     Raises:
-        UnknownTable, IngestError (`key_changed`), IngestError (`rows_too_large`), InvalidValue: it is no single row's fault.
+        UnknownTable, IngestError (`key_changed`, `rows_too_large`), InvalidValue: it is no single row's fault.
     """
     clashes: dict[int, Clash] = {}
     rows = _weighted(known.full_name, rows, rules, clashes)

@@ -98,7 +98,7 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         check_name(field.name, "column")
         if pa.types.is_list(field.type) and pa.types.is_null(field.type.value_type):
             raise InvalidValue(
-                f"column {field.name} of {known.full_name} is new, and its lists are all empty: they don't say what they are lists of",
+                f"column {field.name} of {known.full_name} is new, and its lists are all empty: the type of their items is unknown",
                 hint="Send a list with an item first, or an Arrow column of its type.",
                 table=known.full_name,
                 column=field.name,

@@ -52,7 +52,7 @@ class Roles:
         except FileNotFoundError:
             if file.with_name(VERSIONS_NAME).exists():
                 # Without it this node would count as alone, and write in parallel with its leader.
-                raise RoleUnreadable(f"{file} is gone, and a leader's documents lie beside it") from None
+                raise RoleUnreadable(f"{file} is gone, and a leader's documents are next to it") from None
             return RoleFact()
         except OSError as error:
             raise RoleUnreadable(f"{file}: {error}") from error

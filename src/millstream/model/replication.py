@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Final, NewType
 
 from millstream.errors import UsageError
+from millstream.model.human_text import counted
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
@@ -244,7 +245,8 @@ class Reach:
     def lacks(self, level: AckLevel) -> str | None:
         """Return what the level needs and the configuration lacks, as text; None if the level can be reached."""
         if level.kind is AckKind.DURABLE and level.followers > self.followers:
-            return f"{level} asks for {level.followers} followers, and [replication.nodes] has {self.followers} nodes beside this one"
+            followers, others = counted(level.followers, "follower"), counted(self.followers, "other node")
+            return f"{level} asks for {followers}, and [replication.nodes] has {others}"
         if level.kind is AckKind.OBJECT and not self.has_store:
             return "object asks for an object store, and [replication] names none"
         return None

@@ -64,7 +64,7 @@ def _own(home: Home) -> NodeFinding:
     except MillstreamError as error:
         return NodeFinding(check, error.message, error)
     if home.config.flight.listen is None and (replication.regions or len(replication.nodes) > 1):
-        message = f"{replication.node} has no Flight server: nobody can follow it, or ask it for a promise"
+        message = f"{replication.node} has no Flight server: no node can follow it, or ask it for a promise"
         hint = 'Set [flight] listen, such as "0.0.0.0:8788": where the others\' [replication.nodes] have this one.'
         return NodeFinding(check, message, ConfigError(message, hint=hint))
     taken = _taken_by_another(home)

@@ -216,7 +216,6 @@ class _Attempt:
         return None
 
     # --- others
-    # --------------------------------------------------------------------------------------------------------
 
     def _survey(self, node: NodeName) -> promoting.Event:
         try:
@@ -286,7 +285,6 @@ class _Attempt:
         return promoting.CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
     # --- this one
-    # ------------------------------------------------------------------------------------------------------
 
     def _stand(self, promise: Promise) -> promoting.Event:
         """BecomeCandidate once the follower or writer here has stepped aside: both check the role and the promotion's lock."""

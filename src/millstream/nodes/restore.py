@@ -70,7 +70,7 @@ def restore_stream(
             is invalid.
         UnknownStream: the store has nothing of that name.
         PositionError (`invalid_token`), TokenFromFuture: the token is another stream's, or lies beyond what is stored.
-        PositionError (`invalid_time`), PositionError (`time_from_future`): it is neither a token nor a moment, or lies in the future.
+        PositionError (`invalid_time`, `time_from_future`): it is neither a token nor a moment, or lies in the future.
         ShipmentUnreadable (`store_damaged`): objects are damaged, and not everything requested lies before them.
         StoreUnavailable, ShipmentUnreadable, DiskFull …: the restore can be started again, and continues
             where it was.
@@ -180,7 +180,7 @@ def _last_number(asked: datetime | StreamToken, wal: Path, found: FetchedStream)
             raise _damaged(found, wal)  # the damaged part may have been committed before the moment, too
         if upto < reader.first_seq():
             raise UsageError(
-                f"all that the store has of the stream was committed after {asked.isoformat()}",
+                f"everything that the store has of the stream was committed after {asked.isoformat()}",
                 hint="Name a later moment; without --at everything is restored.",
             )
         return upto

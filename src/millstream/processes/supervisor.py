@@ -176,7 +176,6 @@ class Supervisor:
                 self.tell(name, "stop")
 
     # --- steps
-    # -------------------------------------------------------------------------------------------------
 
     def _start_what_is_due(self) -> None:
         for running in self.parts.values():

@@ -156,7 +156,7 @@ class ModeChoice:
         )
         if is_stuck or chunk.size_bytes > _STUCK_TIMES * self._chunk_wal_bytes:
             self._not_below = chunk.source_end
-            return self._stream_next("a large transaction is read anew with every chunk")
+            return self._stream_next("a large transaction is read again with every chunk")
         if self._setting is CatchUpMode.ALWAYS or seconds < _CHUNKS_MEASURED_S:
             return True
         self._note(Mode.CATCHING_UP, moved, seconds, now)

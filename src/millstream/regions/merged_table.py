@@ -526,7 +526,7 @@ class RegionTable:
         if token is None or token.stream == short_stream_id(reader.stream_id):
             return None
         return ReplicationError(
-            f"{self.name}: the log of region {region} was made anew: it was {token}, and is {reader.token()}",
+            f"{self.name}: the log of region {region} was made again: it was {token}, and is {reader.token()}",
             code="other_stream",
             hint=f"Run `millstream reconcile {self.name}`: it drops the rows of the earlier log, and keeps the other regions'.",
             region=int(region),

@@ -84,7 +84,7 @@ def reconcile_stream(
     Raises:
         LakeError (`query_memory_full`): a table is larger than `bytes_max`.
         UsageError: no table is named, and the configuration merges none.
-        UnknownStream, UnknownTable, ReplicationError (`merge_unsuitable`), ReplicationError (`other_region`), ReplicationError (`other_stream`), OffsetExpired,
+        UnknownStream, UnknownTable, ReplicationError (`merge_unsuitable`, `other_region`, `other_stream`), OffsetExpired,
         MergeStateUnreadable: see `OpenHome.merged`; tables already done stay so.
         ReplicationError (`lost_tail_merged`): as those, but all other tables are done.
         HomeBusy: another process reconciles here.

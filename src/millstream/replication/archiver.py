@@ -36,7 +36,9 @@ _HEARS_FOR_S: Final = 0.02
 """Seconds that it waits for acknowledgements before it looks for more to store: a store takes as long for any object.
 """
 
-_HOLE_HINT: Final = "Name another place in [replication] object_store: what is kept goes there. What is stored stays, and can be restored."
+_HOLE_HINT: Final = (
+    "Name another place in [replication] object_store; the present one keeps its objects, and can be restored from."
+)
 
 
 class WalArchiver:
@@ -107,7 +109,7 @@ class WalArchiver:
                     self._store_all(link)
             except Exception as error:  # noqa: BLE001 - it is told, and tried again
                 # Any error stays here: followers and readers don't depend on the store.
-                self.error = _as_told(error)
+                self.error = _reported(error)
                 claimed = _claimed_by(error)
                 if claimed > self._promise:
                     self._tell(Heard(claimed))
@@ -221,7 +223,7 @@ def _claimed_by(error: Exception) -> Promise:
     return Promise(Epoch(int(details.get("epoch", 0))), NodeName(str(details.get("leader", NOBODY))))
 
 
-def _as_told(error: Exception) -> MillstreamError:
+def _reported(error: Exception) -> MillstreamError:
     if isinstance(error, FollowerBehindRetention):
         return FollowerBehindRetention(
             f"the object store lacks what was dropped here: {error.message}", hint=_HOLE_HINT

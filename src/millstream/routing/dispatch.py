@@ -184,7 +184,7 @@ class Dispatcher:
     def _taking(self) -> Iterator[None]:
         with self._changed:
             if self._closed:
-                raise WriterClosed("the stream was closed meanwhile; nothing of it was appended")
+                raise WriterClosed("the stream was closed; none of these rows were appended")
             self._under_way += 1
         try:
             yield
@@ -243,7 +243,7 @@ class Dispatcher:
             self._on_way |= dict.fromkeys(deliveries, True)
         try:
             outcomes = self._sinks[sink].append(ops, deadline_s=in_time_s)
-            assert len(outcomes) == len(deliveries), "a sink says of each operation what became of it"
+            assert len(outcomes) == len(deliveries), "a sink returns an outcome for each operation"
         except BaseException as error:  # noqa: BLE001 (whoever waits raises it)
             outcomes = [error] * len(deliveries)
         self._end(deliveries, outcomes)

@@ -70,7 +70,7 @@ class PartitionTemplate:
                 _check_directives(text, piece)
                 parts.append(_Hole(TIME_COLUMN, piece))
             elif set(piece) & set("{}%"):
-                raise _unreadable(text, f"{piece!r} has a brace or a percent sign by itself")
+                raise _unreadable(text, f"{piece!r} has a brace or a percent sign that belongs to no placeholder")
             elif piece:
                 parts.append(piece)
         if not text:

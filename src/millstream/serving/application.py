@@ -23,7 +23,7 @@ from millstream.serving.http_reads import Reading
 from millstream.serving.line_writes import VERSION
 from millstream.serving.openapi import with_writes
 from millstream.serving.problem_documents import MEDIA_TYPE, plain_problem, response_of, tell_problems
-from millstream.serving.request_bodies import Intake, Receive, alone
+from millstream.serving.request_bodies import MemoryBudget, Receive, alone
 from millstream.serving.requests import Scope, Send
 from millstream.serving.row_requests import RowRequests, measured
 from millstream.serving.row_writes import ROWS_PATH, TABLES_PATH
@@ -68,13 +68,13 @@ class Application:
         self.home: Final = home
         self.access: Final = access
         self.health: Final = Health(home)
-        self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max), share)
-        self._rows = RowRequests(home, access, self.intake)
+        self.budget: Final = MemoryBudget(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max), share)
+        self._rows = RowRequests(home, access, self.budget)
         self.appender: Final = self._rows.appender
-        self.groups: Final = self._rows.groups
+        self.batches: Final = self._rows.batches
         self.parser: Final = self._rows.parser
-        self.reading: Final = Reading(home, self.intake)
-        self.consumers: Final = Consumers(home, self.intake)
+        self.reading: Final = Reading(home, self.budget)
+        self.consumers: Final = Consumers(home, self.budget)
         self.tails: Final = Tails(home)
         # A session waits for followers, for seconds: probes of health, on asyncio's threads, never wait behind it.
         self._sessions = Pool(_SESSIONS_AT_ONCE, thread_name_prefix="sessions")
@@ -171,7 +171,7 @@ class Application:
             "/v1/streams/{stream}/session",
             tags=["write"],
             dependencies=[Depends(allow(Right.WRITE))],
-            summary="What a stream's log has of a session of an application: its mark, and which numbers above that.",
+            summary="A session as the stream's log has it: its mark, and its numbers above the mark.",
         )
         async def get_session(stream: str, name: str) -> JSONResponse:
             found = await asyncio.wrap_future(self._sessions.submit(self.appender.session, stream, name))

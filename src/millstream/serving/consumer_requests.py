@@ -19,7 +19,7 @@ from millstream.model.access import Right
 from millstream.protocol.delivery.messages import Kind
 from millstream.serving.access import allow
 from millstream.serving.openapi import KEY
-from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, Held, Intake, read_body
+from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, Held, MemoryBudget, read_body
 from millstream.serving.requests import ENDING, NEEDS_ITS_CLIENT, headers_said, key_said
 from millstream.serving.row_writes import JSON_TYPE
 from millstream.workers import Pool
@@ -114,9 +114,9 @@ class Consumers:
     The application has an `Access` in `app.state.access`.
     """
 
-    def __init__(self, home: Home, intake: Intake) -> None:
+    def __init__(self, home: Home, budget: MemoryBudget) -> None:
         self._home = home
-        self._intake = intake
+        self._budget = budget
         self.of_home: Final = HomeConsumers(home)
         self._waiting = Pool(_WAITING_MAX, thread_name_prefix="receive")
         self._threads = Pool(_AT_ONCE, thread_name_prefix="consumers")
@@ -210,10 +210,10 @@ class Consumers:
     async def _with_body(self, request: Request, stream: str, do: Callable[[Any], Awaitable[Response]]) -> Response:
         """Answer a request with its body's JSON value; an unknown stream wins over errors of the body."""
         self._home.written_stream(stream)
-        with Held(self._intake) as held:
+        with Held(self._budget) as held:
             try:
                 data = await read_body(
-                    request.receive, headers_said(request.scope), self._intake, held, bytes_max=SMALL_BYTES_MAX
+                    request.receive, headers_said(request.scope), self._budget, held, bytes_max=SMALL_BYTES_MAX
                 )
             except ClientGoneError:
                 return Response(status_code=_GONE)

@@ -38,7 +38,7 @@ from millstream.model.region_ages import REGIONS_HEADER, REGIONS_METADATA
 from millstream.serving.access import Access, allow
 from millstream.serving.queries.frames import POSITION_HEADER
 from millstream.serving.queries.worker_pool import Asking, QueryWorkers
-from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, Held, Intake, read_body
+from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, Held, MemoryBudget, read_body
 from millstream.serving.requests import headers_said
 from millstream.serving.row_streams import as_stream, in_pieces
 from millstream.serving.row_writes import JSON_TYPE, media_type
@@ -115,9 +115,9 @@ class Reading:
     The application has an `Access` in `app.state.access`.
     """
 
-    def __init__(self, home: Home, intake: Intake) -> None:
+    def __init__(self, home: Home, budget: MemoryBudget) -> None:
         self._home = home
-        self._intake = intake
+        self._budget = budget
         self._idle: list[OpenHome] = []
         self._lock = threading.Lock()
         http = home.config.http
@@ -203,7 +203,7 @@ class Reading:
             "/{stream}/latest",
             responses=_PIECES,
             dependencies=may_read,
-            summary="What became of a table's rows.",
+            summary="Net changes of a table's rows.",
             response_class=StreamingResponse,
         )
         async def latest(
@@ -224,7 +224,7 @@ class Reading:
             "/{stream}/merged",
             responses=_ROWS,
             dependencies=may_read,
-            summary="A table that several regions write, as all of them together say it is.",
+            summary="Merged rows of a table that several regions write.",
             response_class=StreamingResponse,
         )
         async def merged(
@@ -309,8 +309,8 @@ class Reading:
                 header="Content-Type",
                 value=media_type(headers),
             )
-        with Held(self._intake) as held:
-            body = await read_body(request.receive, headers, self._intake, held, bytes_max=SMALL_BYTES_MAX)
+        with Held(self._budget) as held:
+            body = await read_body(request.receive, headers, self._budget, held, bytes_max=SMALL_BYTES_MAX)
             try:
                 return Question.model_validate_json(body)
             except ValidationError as error:

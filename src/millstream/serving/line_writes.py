@@ -37,7 +37,7 @@ from millstream.serving.requests import (
     write_id_said,
 )
 from millstream.serving.row_writes import Writes
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -92,7 +92,7 @@ class LineWrites:
         except ClientGoneError:
             return
         except OSError as error:
-            refusal = as_told(error)
+            refusal = error_of_os(error)
             await self._fail(send, status_of(refusal), _spoken(refusal))
         except Exception:  # our bug: the request must not look unanswered
             logger.exception("a request failed", path=scope["path"])
@@ -133,8 +133,8 @@ class LineWrites:
         write_id = write_id_said(headers)
         now_ns = time.time_ns()
         await self._warmed()
-        with Held(self._writes.intake) as held:
-            body = await read_body(receive, headers, self._writes.intake, held)
+        with Held(self._writes.budget) as held:
+            body = await read_body(receive, headers, self._writes.budget, held)
             self._writes.weigh(held, len(body) * _LINES_FACTOR)
             read = partial(tables_of_lines, body, precision=parameters.get("precision", ""), now_ns=now_ns)
             lines = await self._writes.decided(
@@ -150,7 +150,7 @@ class LineWrites:
             target = BatchTarget(stream, tables, deadline_s, keep_valid_rows=True, acks=acks, keep_valid_tables=True)
             rows = [self._writes.lines_as_rows(stream, table) for table in lines.tables]
             self._writes.weigh(held, len(body) + sum(one.get_total_buffer_size() for one in rows))
-            appended = await self._writes.groups.append(target, rows, size_bytes=len(body), write_id=write_id)
+            appended = await self._writes.batches.append(target, rows, size_bytes=len(body), write_id=write_id)
         return *_refused(lines, appended.tables), appended.token
 
     async def _warmed(self) -> None:

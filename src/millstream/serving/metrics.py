@@ -84,7 +84,7 @@ _OF_A_COPY: Final[Named] = {
     "rows": ("millstream_table_copy_rows", "Rows of a table's running copy that are in the log."),
     "rows_estimate": (
         "millstream_table_copy_rows_estimate",
-        "Rows that the table has, as the source's statistics say, while it is copied.",
+        "Rows of the table by the source's statistics, while it is copied.",
     ),
     "bytes": (
         "millstream_table_copy_bytes",

@@ -28,13 +28,13 @@ PROBLEM: Final[Mapping[str, Any]] = {
 }
 _APPENDED: Final[Mapping[str, Any]] = {
     "title": "Appended",
-    "description": "What was appended: it is durable.",
+    "description": "The appended rows: they are durable.",
     "type": "object",
     "required": ["token", "first", "rows", "offsets", "duplicate", "rejected"],
     "properties": {
-        "token": {"type": "string", "description": "Who has read up to it has seen these rows."},
+        "token": {"type": "string", "description": "Position of these rows: a reader that has read up to it has them."},
         "first": {"type": "integer", "description": "The first row's number in the stream; the others follow it."},
-        "rows": {"type": "integer", "description": "How many were appended."},
+        "rows": {"type": "integer", "description": "Number of appended rows."},
         "offsets": {
             "type": "object",
             "description": "By shard, the half-open range of offsets.",
@@ -161,7 +161,7 @@ _OPTIONS: Final = (
         "name": "on_clash",
         "in": "query",
         "schema": {"enum": ["request", "rows"], "default": "request"},
-        "description": "What is refused where a row has no place in the table: the whole request, or such rows.",
+        "description": "Refused if a row doesn't fit its table: the whole request, or such rows alone.",
     },
     _DEADLINE,
     _ENCODING,
@@ -278,7 +278,7 @@ def _lines_path(name: str, parameter: str, summary: str) -> dict[str, Any]:
                     "name": "precision",
                     "in": "query",
                     "schema": {"type": "string", "examples": ["ns", "us", "ms", "s"]},
-                    "description": "Of the timestamps; nanoseconds where it isn't given.",
+                    "description": "Unit of the timestamps; nanoseconds by default.",
                 },
                 _DEADLINE,
                 _ENCODING,

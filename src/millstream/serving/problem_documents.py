@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millstream.errors import MillstreamError, Retry, UsageError
 from millstream.serving.unknown_paths import allowed_at, method_not_allowed, unknown_path
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 1
@@ -178,7 +178,7 @@ class _SystemErrors:
         except OSError as error:
             if has_begun:
                 raise
-            await response_of(problem_of(as_told(error)))(scope, receive, send)
+            await response_of(problem_of(error_of_os(error)))(scope, receive, send)
 
 
 def tell_problems(app: FastAPI) -> None:

@@ -70,22 +70,20 @@ class _Queue:
 
     waiting: deque[_PendingRequest] = field(default_factory=deque)
     in_flight: int = 0
-    is_called: bool = False
-    """Whether a call on the loop is scheduled for it."""
+    is_scheduled: bool = False
+    """Whether the loop will begin its next batch."""
 
 
-class Groups:
+class RequestBatches:
     """Appends requests' rows in batches. For one event loop."""
 
     def __init__(self, append: AppendBatches) -> None:
         self._append = append
         self._queues: dict[BatchTarget, _Queue] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.batches = 0
-        """Number of batches so far."""
 
     def append(
-        self, target: BatchTarget, rows: list[Row] | pa.Table, *, size_bytes: int, write_id: WriteId | None
+        self, target: BatchTarget, rows: Sequence[Rows], *, size_bytes: int, write_id: WriteId | None
     ) -> asyncio.Future[Appended]:
         """Append a request's rows; return the outcome. A cancelled caller doesn't prevent the append.
 
@@ -98,7 +96,7 @@ class Groups:
         if queue is None:
             queue = self._queues[target] = _Queue()
         queue.waiting.append(_PendingRequest(rows, size_bytes, write_id, answer))
-        self._call(loop, target, queue)
+        self._schedule(loop, target, queue)
         return answer
 
     async def drain(self) -> None:
@@ -106,104 +104,103 @@ class Groups:
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def _call(self, loop: asyncio.AbstractEventLoop, target: BatchTarget, queue: _Queue) -> None:
-        if queue.waiting and queue.in_flight < IN_FLIGHT_MAX and not queue.is_called:
-            queue.is_called = True
+    def _schedule(self, loop: asyncio.AbstractEventLoop, target: BatchTarget, queue: _Queue) -> None:
+        if queue.waiting and queue.in_flight < IN_FLIGHT_MAX and not queue.is_scheduled:
+            queue.is_scheduled = True
             loop.call_soon(self._begin, target, queue)  # requests that are already there come with it
 
     def _begin(self, target: BatchTarget, queue: _Queue) -> None:
-        queue.is_called = False
-        group = _taken(queue.waiting)
+        queue.is_scheduled = False
+        requests = _taken(queue.waiting)
         queue.in_flight += 1
-        task = asyncio.get_running_loop().create_task(self._run(target, queue, group))
+        task = asyncio.get_running_loop().create_task(self._run(target, queue, requests))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, target: BatchTarget, queue: _Queue, group: list[_PendingRequest]) -> None:
+    async def _run(self, target: BatchTarget, queue: _Queue, requests: list[_PendingRequest]) -> None:
         try:
-            for alike in _apart(group):
+            for alike in _apart(requests):
                 await self._append_all(target, alike)
         except BaseException as error:  # a bug of ours, or the server's end: the waiting callers must get it
-            for one in group:
-                _fail(one, error)
+            for request in requests:
+                _fail(request, error)
             if not isinstance(error, Exception):
                 raise
-            logger.exception("a group of appends failed", stream=target.stream, tables=target.tables[:10])
+            logger.exception("a batch of appends failed", stream=target.stream, tables=target.tables[:10])
         finally:
             queue.in_flight -= 1
             if queue.waiting:
-                self._call(asyncio.get_running_loop(), target, queue)
-            elif not queue.in_flight and not queue.is_called:
+                self._schedule(asyncio.get_running_loop(), target, queue)
+            elif not queue.in_flight and not queue.is_scheduled:
                 self._queues.pop(target, None)
 
-    async def _append_all(self, target: BatchTarget, group: list[_PendingRequest]) -> None:
+    async def _append_all(self, target: BatchTarget, requests: list[_PendingRequest]) -> None:
         """Append requests whose rows are of one kind together; each alone, or in halves, if that isn't possible."""
         try:
-            rows = [_joined([one.rows[at] for one in group]) for at in range(len(target.tables))]
+            rows = [_joined([request.rows[at] for request in requests]) for at in range(len(target.tables))]
         except MillstreamError as error:
-            if isinstance(error, IngestError) and len(group) > 1:  # too many values together
-                half = len(group) // 2
-                await self._append_all(target, group[:half])
-                await self._append_all(target, group[half:])
+            if isinstance(error, IngestError) and len(requests) > 1:  # too many values together
+                half = len(requests) // 2
+                await self._append_all(target, requests[:half])
+                await self._append_all(target, requests[half:])
             else:
-                await self._append_each(target, group, error)
+                await self._append_each(target, requests, error)
             return
         tables = [
-            TableBatch(table, of_table, [_count(one.rows[at]) for one in group])
+            TableBatch(table, of_table, [_count(request.rows[at]) for request in requests])
             for at, (table, of_table) in enumerate(zip(target.tables, rows, strict=True))
         ]
         batch = AppendBatch(
             tables,
-            [one.write_id for one in group],
+            [request.write_id for request in requests],
             keep_valid_rows=target.keep_valid_rows,
             acks=target.acks,
             keep_valid_tables=target.keep_valid_tables,
         )
-        self.batches += 1
         try:
             outcomes: Sequence[Appended | MillstreamError] = await self._append(
                 target.stream, batch, deadline_s=target.deadline_s
             )
         except (IngestError, InvalidValue, UsageError) as error:
             # An error of the whole batch: together they may be too large.
-            await self._append_each(target, group, error)
+            await self._append_each(target, requests, error)
             return
         except MillstreamError as error:
-            outcomes = [error] * len(group)
-        for one, outcome in zip(group, outcomes, strict=True):
+            outcomes = [error] * len(requests)
+        for request, outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, Appended):
-                if not one.answer.done():
-                    one.answer.set_result(outcome)
-            elif isinstance(outcome, InvalidValue) and len(group) > 1 and _is_other_alone(one, rows):
-                await self._append_all(target, [one])
+                if not request.answer.done():
+                    request.answer.set_result(outcome)
+            elif isinstance(outcome, InvalidValue) and len(requests) > 1 and _is_other_alone(request, rows):
+                await self._append_all(target, [request])
             else:
-                _fail(one, outcome)
+                _fail(request, outcome)
 
-    async def _append_each(self, target: BatchTarget, group: list[_PendingRequest], error: MillstreamError) -> None:
+    async def _append_each(self, target: BatchTarget, requests: list[_PendingRequest], error: MillstreamError) -> None:
         """Append requests that can't be appended together, each alone; one that fails alone is refused."""
-        if len(group) == 1:
-            _fail(group[0], error)
+        if len(requests) == 1:
+            _fail(requests[0], error)
             return
-        for one in group:
-            await self._append_all(target, [one])
+        for request in requests:
+            await self._append_all(target, [request])
 
 
 def _taken(waiting: deque[_PendingRequest]) -> list[_PendingRequest]:
     """Return the next batch's requests, in order."""
-    group = [waiting.popleft()]
-    size = group[0].size_bytes
-    while waiting and len(group) < BATCH_REQUESTS_MAX and size + waiting[0].size_bytes <= BATCH_BYTES_MAX:
+    requests = [waiting.popleft()]
+    size = requests[0].size_bytes
+    while waiting and len(requests) < BATCH_REQUESTS_MAX and size + waiting[0].size_bytes <= BATCH_BYTES_MAX:
         size += waiting[0].size_bytes
-        group.append(waiting.popleft())
-    return group
+        requests.append(waiting.popleft())
+    return requests
 
 
-def _apart(group: list[_PendingRequest]) -> list[list[_PendingRequest]]:
+def _apart(requests: list[_PendingRequest]) -> list[list[_PendingRequest]]:
     """Group requests by the kind of their rows in each table: JSON's together, and columns of one schema."""
     kinds: dict[tuple[pa.Schema | None, ...], list[_PendingRequest]] = {}
-    for one in group:
-        kind = tuple(None if isinstance(rows, list) else rows.schema for rows in one.rows)
-        kinds.setdefault(kind, []).append(one)
+    for request in requests:
+        kind = tuple(None if isinstance(rows, list) else rows.schema for rows in request.rows)
+        kinds.setdefault(kind, []).append(request)
     return list(kinds.values())
 
 
@@ -218,9 +215,9 @@ def _joined(parts: Sequence[Rows]) -> pa.Table:
     return columns_of(rows, [_count(part) for part in parts])
 
 
-def _is_other_alone(one: _PendingRequest, together: Sequence[pa.Table]) -> bool:
+def _is_other_alone(request: _PendingRequest, together: Sequence[pa.Table]) -> bool:
     """Return whether a request's columns alone have other types: integers that others' values turn into fractions."""
-    return any(_differs(rows, whole) for rows, whole in zip(one.rows, together, strict=True))
+    return any(_differs(rows, whole) for rows, whole in zip(request.rows, together, strict=True))
 
 
 def _differs(rows: Rows, together: pa.Table) -> bool:
@@ -237,10 +234,10 @@ def _count(rows: Rows) -> int:
     return len(rows) if isinstance(rows, list) else int(rows.num_rows)
 
 
-def _fail(one: _PendingRequest, error: BaseException) -> None:
-    if one.answer.done():
+def _fail(request: _PendingRequest, error: BaseException) -> None:
+    if request.answer.done():
         return
     if isinstance(error, Exception):
-        one.answer.set_exception(error)
+        request.answer.set_exception(error)
     else:
-        one.answer.cancel()
+        request.answer.cancel()

@@ -1,4 +1,4 @@
-"""Bodies of requests as they arrive: each bounded in bytes, and all of them together (`Intake`); decompressed if necessary.
+"""Bodies of requests as they arrive: each bounded in bytes, and all of them together (`MemoryBudget`); decompressed if necessary.
 
 A body is processed only once it is whole: a client that vanishes before that has sent nothing.
 """
@@ -35,7 +35,7 @@ def alone(_own: int) -> int:
     return 0
 
 
-class Intake:
+class MemoryBudget:
     """The bytes that requests hold, all together, and their limit.
 
     Args:
@@ -47,8 +47,6 @@ class Intake:
         self.body_bytes_max: Final = body_bytes_max
         self.held_bytes = 0
         """Bytes held by this process now."""
-        self.refused = 0
-        """Number of requests that found no room."""
         self._share = share
 
     def take(self, size_bytes: int) -> int | None:
@@ -69,30 +67,29 @@ class Intake:
 class Held:
     """The bytes that one request holds, until the block ends."""
 
-    __slots__ = ("_intake", "size_bytes")
+    __slots__ = ("_budget", "size_bytes")
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
         self.size_bytes = 0
 
     def grow(self, size_bytes: int) -> None:
         """Take that many more; `server_busy` if there is no room for them."""
-        intake = self._intake
-        held_bytes = intake.take(size_bytes)
+        budget = self._budget
+        held_bytes = budget.take(size_bytes)
         if held_bytes is not None:
-            intake.refused += 1
             raise HttpError(
-                f"requests in flight hold {held_bytes} of {intake.bytes_max} bytes, and this one would hold"
+                f"requests in flight hold {held_bytes} of {budget.bytes_max} bytes, and this one would hold"
                 f" {self.size_bytes + size_bytes}",
                 code="server_busy",
                 held_bytes=held_bytes,
-                size_max=intake.bytes_max,
+                size_max=budget.bytes_max,
             )
         self.size_bytes += size_bytes
 
     def shrink(self, size_bytes: int) -> None:
         """Give that many back."""
-        self._intake.give_back(size_bytes)
+        self._budget.give_back(size_bytes)
         self.size_bytes -= size_bytes
 
     def __enter__(self) -> Self:
@@ -103,7 +100,7 @@ class Held:
 
 
 async def read_body(
-    receive: Receive, headers: Mapping[bytes, bytes], intake: Intake, held: Held, *, bytes_max: int | None = None
+    receive: Receive, headers: Mapping[bytes, bytes], budget: MemoryBudget, held: Held, *, bytes_max: int | None = None
 ) -> bytes:
     """Return a request's body, whole and decompressed.
 
@@ -128,20 +125,20 @@ async def read_body(
             header="Content-Encoding",
             value=name,
         )
-    limit = intake.body_bytes_max if bytes_max is None else min(bytes_max, intake.body_bytes_max)
+    limit = budget.body_bytes_max if bytes_max is None else min(bytes_max, budget.body_bytes_max)
     announced = headers.get(b"content-length")
     if announced is not None:
         if not announced.isdigit():
             raise UsageError("Content-Length isn't a number")
         if int(announced) > limit:
-            raise _too_large(intake, limit)
+            raise _too_large(budget, limit)
         held.grow(int(announced))  # a body without room isn't read
         held.shrink(int(announced))
-    body = await _received(receive, intake, held, limit)
-    return await _inflated(body, intake, held, limit) if encoding == b"gzip" else body
+    body = await _received(receive, budget, held, limit)
+    return await _inflated(body, budget, held, limit) if encoding == b"gzip" else body
 
 
-async def _received(receive: Receive, intake: Intake, held: Held, limit: int) -> bytes:
+async def _received(receive: Receive, budget: MemoryBudget, held: Held, limit: int) -> bytes:
     pieces: list[bytes] = []
     size = 0
     while True:
@@ -151,14 +148,14 @@ async def _received(receive: Receive, intake: Intake, held: Held, limit: int) ->
         piece: bytes = message.get("body", b"")
         size += len(piece)
         if size > limit:
-            raise _too_large(intake, limit)
+            raise _too_large(budget, limit)
         held.grow(len(piece))
         if not message.get("more_body"):
             return b"".join((*pieces, piece)) if pieces else piece
         pieces.append(piece)
 
 
-async def _inflated(body: bytes, intake: Intake, held: Held, limit: int) -> bytes:
+async def _inflated(body: bytes, budget: MemoryBudget, held: Held, limit: int) -> bytes:
     """Return the content of a body of gzip members; holds at most a megabyte beyond the limit."""
     pieces: list[bytes] = []
     size = at = 0
@@ -176,7 +173,7 @@ async def _inflated(body: bytes, intake: Intake, held: Held, limit: int) -> byte
                 left = at < len(whole)
                 size += len(piece)
                 if size > limit:
-                    raise _too_large(intake, limit)
+                    raise _too_large(budget, limit)
                 held.grow(len(piece))
                 pieces.append(piece)
                 if not (piece or left or inflate.eof):
@@ -190,10 +187,10 @@ async def _inflated(body: bytes, intake: Intake, held: Held, limit: int) -> byte
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _too_large(intake: Intake, limit: int) -> HttpError:
+def _too_large(budget: MemoryBudget, limit: int) -> HttpError:
     return HttpError(
         f"a body has more than {limit} bytes, as it is or inflated",
         code="body_too_large",
-        hint="" if limit == intake.body_bytes_max else "Split the request.",
+        hint="" if limit == budget.body_bytes_max else "Split the request.",
         size_max=limit,
     )

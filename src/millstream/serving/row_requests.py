@@ -13,8 +13,8 @@ from millstream.ingest.line_protocol import warm
 from millstream.process_metrics import HTTP_REQUEST_SECONDS
 from millstream.serving.line_writes import LineWrites
 from millstream.serving.origin_check import Origins
-from millstream.serving.request_batching import Groups
-from millstream.serving.request_bodies import Intake, Receive
+from millstream.serving.request_batching import RequestBatches
+from millstream.serving.request_bodies import MemoryBudget, Receive
 from millstream.serving.requests import Scope, Send, answer_problem
 from millstream.serving.row_writes import ROWS_PATH, TABLES_PATH, Writes, is_rows_path, takes_rows
 from millstream.workers import call_in_thread
@@ -29,11 +29,11 @@ _METHODS: Final = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "
 class RowRequests:
     """Appends the rows of requests."""
 
-    def __init__(self, home: Home, access: Access, intake: Intake) -> None:
+    def __init__(self, home: Home, access: Access, budget: MemoryBudget) -> None:
         place_compiled_code(home)
         self.appender: Final = home_appender(home)
-        self.groups: Final = Groups(self.appender.append_batch_async)
-        self.writes: Final = Writes(home, self.groups, intake, access)
+        self.batches: Final = RequestBatches(self.appender.append_batch_async)
+        self.writes: Final = Writes(home, self.batches, budget, access)
         # Compile or load it during the first requests: the first time on a machine it takes seconds.
         self.parser: Final = call_in_thread("warm-parser", warm)
         self.of_paths: Final = {

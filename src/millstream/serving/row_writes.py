@@ -44,8 +44,8 @@ from millstream.model.durations import duration_s
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import AppendedTables
 from millstream.serving.problem_documents import encoded, headers_of, plain_problem
-from millstream.serving.request_batching import BatchTarget, Groups
-from millstream.serving.request_bodies import ClientGoneError, Held, Intake, Receive, read_body
+from millstream.serving.request_batching import BatchTarget, RequestBatches
+from millstream.serving.request_bodies import ClientGoneError, Held, MemoryBudget, Receive, read_body
 from millstream.serving.requests import (
     Scope,
     Send,
@@ -60,7 +60,7 @@ from millstream.serving.requests import (
     write_id_said,
 )
 from millstream.serving.unknown_paths import ROWS_PARAMETERS, check_parameters, unknown_path
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
@@ -105,14 +105,14 @@ def _not_looked_up(_tables: Collection[str]) -> TableColumns:
 class Writes:
     """Takes rows from requests."""
 
-    def __init__(self, home: Home, groups: Groups, intake: Intake, access: Access) -> None:
+    def __init__(self, home: Home, batches: RequestBatches, budget: MemoryBudget, access: Access) -> None:
         self._access = access
         self._home = home
         self._streams = frozenset(home.config.streams)
         self._rows_max = home.config.http.rows_max
         self.deadline_s: Final = duration_s(home.config.http.append_timeout)
-        self.groups: Final = groups
-        self.intake: Final = intake
+        self.batches: Final = batches
+        self.budget: Final = budget
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +128,7 @@ class Writes:
         except ClientGoneError:
             return
         except OSError as error:
-            await answer_problem(send, as_told(error))
+            await answer_problem(send, error_of_os(error))
         except Exception:  # our bug: the request must not look unanswered
             logger.exception("a request failed", path=scope["path"])
             await answer(send, 500, encoded(plain_problem(500, "this is a bug of the server's")), headers_of(500))
@@ -150,8 +150,8 @@ class Writes:
                 header="Content-Type",
                 value=kind,
             )
-        with Held(self.intake) as held:
-            body = await read_body(receive, headers, self.intake, held)
+        with Held(self.budget) as held:
+            body = await read_body(receive, headers, self.budget, held)
             try:
                 rows, rejected = await self._rows(kind, body, held, target)
                 size_bytes = len(body)
@@ -161,7 +161,7 @@ class Writes:
                 if rejected:
                     rejected = rejected_as_increments(rejected, increments_of(self._home, stream, table))
                 with naming(rejected, target.tables):
-                    appended = await self.groups.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
+                    appended = await self.batches.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
             except InvalidValue as error:
                 raise as_increments(error, increments_of(self._home, stream, table)) from error
         return appended.with_rejected(rejected)
@@ -190,8 +190,8 @@ class Writes:
         kind = media_type(headers)
         if kind not in {JSON_TYPE, ""}:
             raise _other_type(kind)
-        with Held(self.intake) as held:
-            body = await read_body(receive, headers, self.intake, held)
+        with Held(self.budget) as held:
+            body = await read_body(receive, headers, self.budget, held)
             if body and not kind:
                 raise _other_type(kind)
             size_bytes = len(body)
@@ -218,7 +218,7 @@ class Writes:
             self.weigh(held, size_bytes + sum(rows.get_total_buffer_size() for rows in kept.values()))
             target = target._replace(tables=tuple(kept))
             with naming(rejected, kept) if kept else nullcontext():
-                appended = await self.groups.append(
+                appended = await self.batches.append(
                     target, list(kept.values()), size_bytes=size_bytes, write_id=write_id
                 )
             return AppendedTables.of(appended, rejected)
@@ -305,14 +305,14 @@ class Writes:
 
     def weigh(self, held: Held, size_bytes: int) -> None:
         """Count the memory that a body will need; `IngestError` (`rows_too_large`) if that could never be within limits."""
-        if size_bytes > self.intake.bytes_max:
+        if size_bytes > self.budget.bytes_max:
             raise IngestError(
-                f"the body's rows may take {size_bytes} bytes of memory, of {self.intake.bytes_max} for all requests",
+                f"the body's rows may take {size_bytes} bytes of memory, of {self.budget.bytes_max} for all requests",
                 code="rows_too_large",
                 hint="Send it in several requests.",
                 what="memory",
                 size=size_bytes,
-                size_max=self.intake.bytes_max,
+                size_max=self.budget.bytes_max,
             )
         held.grow(max(0, size_bytes - held.size_bytes))
 

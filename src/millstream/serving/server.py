@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from millstream.serving.application import Application, Part
     from millstream.serving.connection_bounds import ConnectionBounds
     from millstream.serving.flight.server import FlightService
-    from millstream.serving.request_batching import Groups
+    from millstream.serving.request_batching import RequestBatches
     from millstream.serving.row_processes.server_process import ServerProcess
 
 logger = structlog.get_logger("millstream.serve")
@@ -99,7 +99,7 @@ class Served(Protocol):
     """An application as a server runs it."""
 
     @property
-    def groups(self) -> Groups:
+    def batches(self) -> RequestBatches:
         """The appends of requests."""
 
     @property
@@ -199,7 +199,7 @@ async def _serve(
         # No caller waits for these, but their rows count: their senders may take them for appended.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
-                await application.groups.drain()
+                await application.batches.drain()
     finally:
         for task in aside:
             task.cancel()

@@ -280,7 +280,7 @@ def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) ->
         log.cut(start)
     except OffsetExpired as error:
         raise OffsetExpired(
-            f"the log of {config.stream} begins at {log.first_seq()}, and the lake stands at {start}: what lies between is gone",
+            f"the log of {config.stream} begins at {log.first_seq()}, and the lake is at {start}: the records between are gone",
             hint="Restore the lake or the log from a backup. Without one, run `millstream slot drop`, then use a new home and "
             "an empty lake.",
             first=int(log.first_seq()),

@@ -80,7 +80,7 @@ from millstream.spark.spark_columns import arrow_schema, spark_schema
 from millstream.wal.flight_log import FlightLog
 from millstream.wal.readable_range import from_future
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
-from millstream.wal.table_batches import is_raw, set_aside
+from millstream.wal.table_batches import is_raw, undecoded_error
 
 PARTITION_BYTES: Final = 16 << 20
 """Log bytes of a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
@@ -195,7 +195,7 @@ class MillstreamSource(DataSource):
         """Return the reader for `spark.readStream`; `UsageError` with `merged`."""
         options = SourceOptions.parse(self.options)
         if options.merged is not None:
-            raise UsageError("merged rows are no stream", hint="Read them with spark.read, each time anew.")
+            raise UsageError("merged rows are no stream", hint="Read them again with spark.read.")
         return MillstreamStreamReader(_Scan.of(options, schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001 - Spark's
@@ -373,7 +373,7 @@ class _Scan:
                 begin, reach = (StreamToken.scalar(self.log.stream_id, at) for at in (span.after, span.upto))
                 behind = self.log.read_between(Seq(piece.first_seq - 1), span.upto)
                 rest = (more for more in behind if more.schema.table_id in tables)
-                raise set_aside(self.log, piece, rest, begin, reach)
+                raise undecoded_error(self.log, piece, rest, begin, reach)
             yield piece
 
     def _existing(self, text: str) -> Seq:
@@ -521,7 +521,7 @@ def _in_log(log: StreamReader, table: str) -> list[TableSchema]:
         parts = log.read_between(first, end, table=named[0].table_id)
         begin, reach = (StreamToken.scalar(log.stream_id, at) for at in (first, end))
         for part in parts:
-            raise set_aside(log, part, parts, begin, reach)
+            raise undecoded_error(log, part, parts, begin, reach)
     return found
 
 

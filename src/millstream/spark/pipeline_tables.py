@@ -151,7 +151,7 @@ class PipelineTables:
                 # has landed since.
                 name = self.tables[table_id].name if table_id in self.tables else f"table {table_id}"
                 reason = f"it was quarantined when the destination was as it is now, and lacks what came behind {after}"
-                hint = "It is tried again by itself."
+                hint = "Wait: the pipeline tries it again."
                 lacking = QuarantinedTable(table_id, name, after, reason, "restored", hint)
                 self.quarantine.add(lacking, retry_at_once=True)
 

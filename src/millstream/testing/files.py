@@ -290,7 +290,6 @@ class MemoryFiles:
         return self.used_bytes(), self.capacity_bytes
 
     # --- the files' side
-    # -------------------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
         """Return the bytes of all files that have a name."""

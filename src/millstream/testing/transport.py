@@ -331,7 +331,6 @@ class LinkConformance(TransportConformance):
     """The promises of a transport between two processes."""
 
     # --- the follower's messages
-    # -----------------------------------------------------------------------------------
 
     def test_the_first_word_arrives_as_it_was_said(self, stage: TransportStage) -> None:
         """The follower's position, and its documents."""

@@ -165,7 +165,6 @@ class WriteBufferConformance:
             yield buffer
 
     # --- storage
-    # -------------------------------------------------------------------------------------------------
 
     def test_an_operation_comes_back_to_the_bit(self, buffer: WriteBuffer) -> None:
         """Types, nulls, signs of zero, partitions, keys, session, trace and time are unchanged."""
@@ -334,7 +333,6 @@ class WriteBufferConformance:
         assert texts_of(next_op(reader)) == ["0"]
 
     # --- errors
-    # --------------------------------------------------------------------------------------------------
 
     def test_what_cannot_be_decoded_is_said_and_passed(self, stage: BufferStage, buffer: WriteBuffer) -> None:
         """A typed error for each, and the next item after it: no reader loops."""

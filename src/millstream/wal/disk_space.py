@@ -14,6 +14,7 @@ from millstream.ports import Files
 from millstream.wal.layout import SPARE_NAME
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a full disk, or of one that is full for this user."""
 _SPARE_LEAST_BYTES: Final = 64 << 10
 
 

@@ -20,7 +20,6 @@ from millstream.ports import Files, WritableFile
 from millstream.private_files import make_folder, open_private, sync_folder
 from millstream.wal.disk_space import NO_SPACE
 
-"""Error numbers of a full disk, or of one that is full for this user."""
 _SINCE_BOOT: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 UNREADABLE: Final = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})
 """Error numbers of a page that the disk can't return, or whose checksum fails in the file system."""
@@ -40,7 +39,7 @@ def is_refused(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in _REFUSED
 
 
-def as_told(error: OSError) -> MillstreamError:
+def error_of_os(error: OSError) -> MillstreamError:
     """Return this project's error for one of the operating system's, with the path that it names."""
     path = None if error.filename is None else os.fspath(error.filename)
     where = "" if path is None else f"{path if isinstance(path, str) else os.fsdecode(path)}: "
@@ -170,7 +169,7 @@ class RealFiles:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except PermissionError as error:
-            raise as_told(error) from error
+            raise error_of_os(error) from error
         try:
             # A length may come from damaged bytes, so memory is taken for the bytes that exist, not
             # for the length asked for.
@@ -206,7 +205,7 @@ class RealFiles:
         try:
             return sorted(os.listdir(path))
         except PermissionError as error:
-            raise as_told(error) from error
+            raise error_of_os(error) from error
 
     def is_folder(self, path: str) -> bool:
         """Return whether the path is a folder."""
@@ -237,7 +236,7 @@ class RealFiles:
         try:
             stat = os.statvfs(path)
         except OSError as error:
-            raise as_told(error) from error
+            raise error_of_os(error) from error
         used = (stat.f_blocks - stat.f_bfree) * stat.f_frsize
         return used, used + stat.f_bavail * stat.f_frsize
 

@@ -143,7 +143,7 @@ class LogBuffer(Closing):
         answer: Future[BufferMeta] = Future()
         answer.set_running_or_notify_cancel()
 
-        def told(done: Future[Ack]) -> None:
+        def on_stored(done: Future[Ack]) -> None:
             error = done.exception()
             if error is None:
                 offset = BufferOffset(done.result().offsets[FIRST_SHARD][0])
@@ -159,7 +159,7 @@ class LogBuffer(Closing):
             else:
                 answer.set_exception(error)
 
-        stored.add_done_callback(told)
+        stored.add_done_callback(on_stored)
         self._sweep_sometimes()
         return answer
 

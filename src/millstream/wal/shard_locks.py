@@ -89,7 +89,7 @@ def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers
     if given == 0:
         return
     if not any(is_begun(files, shard_folder(folder, shard)) for shard in shards):
-        forgotten = "Restore it from a copy; without one take another `[writer] name`: this one was forgotten, and nobody waits for it."
+        forgotten = "Restore it from a copy; without one take another `[writer] name`: this one was forgotten, and no reader waits for it."
         raise missing_log(folder, given, hint=None if numbers.cut_at is None else forgotten)
 
 

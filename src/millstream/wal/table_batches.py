@@ -54,7 +54,7 @@ def is_raw(schema: TableSchema) -> bool:
     return schema.kind is TableKind.RAW
 
 
-def set_aside(
+def undecoded_error(
     reader: StreamReader, part: TableRecords, rest: Iterator[TableRecords], begin: StreamToken, reach: StreamToken
 ) -> MillstreamError:
     """Return the error for a reader of a table that has come to records of it which nothing has decoded.

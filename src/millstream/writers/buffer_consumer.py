@@ -227,7 +227,6 @@ class BufferTaking:
         return asked and not stop.is_set()
 
     # --- where to begin
-    # --------------------------------------------------------------------------------------------
 
     def _check_identity(self) -> None:
         known, found = self._catalog.fact(self._scope, "identity"), self._buffer.identity()
@@ -235,7 +234,7 @@ class BufferTaking:
             strange = set(self._log.reached()) - {row.id for row in self._catalog.all_sources(self._stream)}
             if strange:
                 raise CatalogError(
-                    f"the log has taken operations from sources that the catalog doesn't know ({', '.join(map(str, sorted(strange)))}): which they were can't be told",
+                    f"the log has taken operations from sources that the catalog lacks ({', '.join(map(str, sorted(strange)))})",
                     hint="Restore the catalog: a new one would read the same operations again.",
                 )
             self._catalog.put_fact(self._scope, "identity", found)
@@ -374,7 +373,7 @@ class BufferTaking:
             offset=int(offset),
             code=why.code,
             error=why.message,
-            hint=f"{why.hint} Then start anew, or ask for it by `millstream tables retry`: what it lacks is taken from the buffer.".strip(),
+            hint=f"{why.hint} Then restart, or run `millstream tables retry`: the table's missing rows are read from the buffer.".strip(),
         )
 
     def passed(self, shard: ShardId, place: BufferOffset, *, behind: BufferOffset) -> None:

@@ -44,7 +44,7 @@ from millstream.regions.region_clocks import RegionClocks
 from millstream.regions.region_retention import expect_followers, merge_needs
 from millstream.regions.retention_folds import MergedFolds
 from millstream.regions.state_files import KeptVectors
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.workers import Worker, watching
 from millstream.writers.allowed_writers import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 from millstream.writers.buffer_consumer import BufferTaking
@@ -153,7 +153,7 @@ class OwnedStream:
             except (ReadOnly, Fenced):
                 continue  # just now
             except (MillstreamError, OSError) as error:
-                if not self._again(as_told(error) if isinstance(error, OSError) else error, stop):
+                if not self._again(error_of_os(error) if isinstance(error, OSError) else error, stop):
                     return
             finally:
                 self.writer = None
@@ -217,9 +217,9 @@ class OwnedStream:
         try:
             self._clocks.hear(writer.log)
         except (MillstreamError, OSError) as error:
-            told = as_told(error) if isinstance(error, OSError) else error
+            told = error_of_os(error) if isinstance(error, OSError) else error
             if self._unheard != told.message:
-                logger.warning("a region isn't heard", stream=self.name, code=told.code, error=told.message)
+                logger.warning("a region's clock can't be read", stream=self.name, code=told.code, error=told.message)
             self._unheard = told.message
         else:
             self._unheard = None

@@ -228,7 +228,9 @@ class StreamRouting:
             [ShardId(n) for n in range(shards)], era=era.number, place_anew=router.place_anew, record=record
         )
         failpoints.hit("routing.in_force")
-        logger.info("rows are spread anew", stream=self._name, shards=shards, before=before.shards, era=era.number)
+        logger.info(
+            "rows have other shards now", stream=self._name, shards=shards, before=before.shards, era=era.number
+        )
         return self._facts(done[0], before=before.shards, changed=True)
 
     def _recorded(self, era: RingEra) -> RingEra:

@@ -65,18 +65,18 @@ class RuleMessages:
         rules_of: returns the rules of a relation's columns, None for a table without rules. It quarantines a table
             whose rules can't be applied, and returns `()` for it.
         hashed: returns what stands for a text in a hashed column.
-        is_set_aside: returns whether a relation's table is quarantined still.
+        is_undecoded: returns whether a relation's table is still quarantined.
     """
 
     def __init__(
         self,
         rules_of: Callable[[Relation], Rules | None],
         hashed: Callable[[bytes], bytes],
-        is_set_aside: Callable[[int], bool],
+        is_undecoded: Callable[[int], bool],
     ) -> None:
         self._rules_of = rules_of
         self._hashed = hashed
-        self._is_set_aside = is_set_aside
+        self._is_undecoded = is_undecoded
         self._plans: dict[int, _Plan] = {}
         self._streamed: dict[int, dict[int, _Plan]] = {}
         """Plans of relations that came in a streamed transaction, which holds until it commits."""
@@ -90,7 +90,7 @@ class RuleMessages:
             ProtocolViolation: a row doesn't have its relation's columns.
             MillstreamError: the source couldn't be asked about a relation.
         """
-        if block.begins_anew:
+        if block.resends_streamed:
             self._streamed.clear()
         kinds, messages = block.kinds, block.messages
         changed: Changes = {}
@@ -118,7 +118,7 @@ class RuleMessages:
             if plan is None:
                 continue
             first_again: tuple[bytes, ...] = ()
-            if plan.rules is None and not self._is_set_aside(oid):
+            if plan.rules is None and not self._is_undecoded(oid):
                 plan.rules = self._rules_of(plan.relation) or None
                 first_again = (self._described(plan.relation, plan.rules),) if plan.rules is not None else ()
             masked = () if plan.rules is None else (self._row(block.messages[row], body + 4, plan.rules),)
@@ -217,4 +217,4 @@ def _changed(block: Block, changed: Changes) -> Block:
     kinds = np.fromiter((message[0] for message in messages), np.uint8, len(messages))
     made = MessageRun.of(messages)
     made.buffer.flags.writeable = False  # one kind of array, one piece of machine code
-    return Block(made, kinds, block.begins_anew)
+    return Block(made, kinds, block.resends_streamed)

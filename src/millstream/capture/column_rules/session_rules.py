@@ -37,7 +37,7 @@ def rule_messages(
     directory: TableDirectory,
     config: CaptureConfig,
     identity: SourceIdentity,
-    set_aside: Callable[[int, Callable[[], None]], None],
+    quarantine: Callable[[int, Callable[[], None]], None],
     session: ExitStack,
 ) -> RuleMessages | None:
     """Return what applies the rules to a session's messages; None if the stream has no rules.
@@ -45,7 +45,7 @@ def rule_messages(
     Args:
         directory: quarantines tables whose rules can't be applied.
         config: capture's; its DSN is that of the one server that the session reads.
-        set_aside: calls the function that quarantines a table; no copy of the table goes on.
+        quarantine: calls the function that quarantines a table; no copy of the table goes on.
         session: closes at its end the connection that looks at tables.
     """
     if not rules and not rules.has_bound:
@@ -73,7 +73,7 @@ def rule_messages(
             as_root, order = directory.as_root(relation, root)
         except TableUndecodable as error:
             refused = ConfigError(error.message, code="layout_unclear", table=qualified_name(root.namespace, root.name))
-            set_aside(
+            quarantine(
                 root.relation_oid, lambda: directory.refuse(root.relation_oid, root.namespace, root.name, refused)
             )
             return ()
@@ -93,10 +93,10 @@ def rule_messages(
         except ConfigError as error:
             refused = error
         name = (relation.oid, relation.namespace, relation.name)
-        set_aside(relation.oid, lambda: directory.refuse(*name, refused))
+        quarantine(relation.oid, lambda: directory.refuse(*name, refused))
         return ()
 
-    return RuleMessages(rules_of, rules.rules.hashed, directory.is_set_aside)
+    return RuleMessages(rules_of, rules.rules.hashed, directory.is_undecoded)
 
 
 def _present(connection: Connection, oid: int, publication: str) -> tuple[SourceTable, int] | None:

@@ -89,7 +89,7 @@ class CopiesAndRepairs:
         self._copies.discard(relation_oid)
         self._repairs.discard(relation_oid)
 
-    def set_aside(self, relation_oid: int, quarantine: Callable[[], None]) -> None:
-        """Quarantine a table; no copy of it that has begun before goes on. Any thread."""
-        self._copies.discard(relation_oid, quarantine)
+    def quarantine(self, relation_oid: int, note: Callable[[], None]) -> None:
+        """Quarantine a table by calling `note`; no copy of it that has begun before goes on. Any thread."""
+        self._copies.discard(relation_oid, note)
         self._repairs.discard(relation_oid)

@@ -73,7 +73,7 @@ class SourceSnapshot(Closing):
 
         Raises:
             SourceError (`snapshot_waits`): a transaction is still running after `patience_s`.
-            SourceError (`no_free_slot`), SourceError (`wal_level_not_logical`), SourceError (`source_privilege_missing`): the server refused.
+            SourceError (`no_free_slot`, `wal_level_not_logical`, `source_privilege_missing`): the server refused.
         """
         with connect_replication(dsn) as replication:
             if check is not None:

@@ -261,10 +261,10 @@ class TableCopies:
         """Note that everything that committed at or below `lsn` has been submitted."""
         self._passed = lsn
 
-    def discard(self, relation_oid: int, set_aside: Callable[[], None] = lambda: None) -> None:
-        """End the copy of a table that was quarantined, or that `set_aside` quarantines. Any thread."""
+    def discard(self, relation_oid: int, quarantine: Callable[[], None] = lambda: None) -> None:
+        """End the copy of a table that was quarantined, or that `quarantine` quarantines. Any thread."""
         with self._lock:
-            set_aside()
+            quarantine()
             for copy in list(self._copies.values()):
                 if copy.row.relation_oid == relation_oid:
                     self._forget(copy)

@@ -7,7 +7,7 @@ this one. After each chunk comes one more row, in the form of a keepalive: every
 come.
 
 Chunks end between transactions, but transactions that the source streams before they commit may lie across several.
-If one is open when a chunk ends, its messages come again with the next chunk (`Block.begins_anew`).
+If one is open when a chunk ends, its messages come again with the next chunk (`Block.resends_streamed`).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class ChunkWire:
                 self._end, self._source_end = Lsn(end), Lsn(source_end)
             if self._anew:
                 self._anew = False
-                return Block(block.messages, block.kinds, begins_anew=True)
+                return Block(block.messages, block.kinds, resends_streamed=True)
         elif self._rows.take_end():
             self._finish_chunk()
         return block

@@ -43,7 +43,7 @@ class Block:
 
     messages: MessageRun
     kinds: Bytes8
-    begins_anew: bool = False
+    resends_streamed: bool = False
     """Whether open streamed transactions are sent again from their beginning, or never go on."""
 
     def __len__(self) -> int:

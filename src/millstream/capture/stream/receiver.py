@@ -285,7 +285,7 @@ class Receiver:
     def _on_block(self, block: Block) -> None:
         if self._rules is not None:
             block = self._rules.applied(block)
-        if block.begins_anew:
+        if block.resends_streamed:
             self._hand_over()
             self._large.restart_streamed()
         marks = MARKS[block.kinds]

@@ -87,10 +87,10 @@ REASONS: Final[Mapping[Fault, str]] = {
     Fault.FLOAT_TOO_LARGE: "a float is beyond 64 bits",
     Fault.INTEGER_TOO_LARGE: "an integer is beyond 64 bits",
     Fault.UNSIGNED_TOO_LARGE: "an unsigned integer is beyond 64 bits",
-    Fault.STRING_WITHOUT_END: "a string has no end: all that follows is part of it",
-    Fault.BEHIND_A_STRING: "something stands behind a string that is neither a comma nor a space",
+    Fault.STRING_WITHOUT_END: "a string has no end: everything that follows is part of it",
+    Fault.BEHIND_A_STRING: "something follows a string that is neither a comma nor a space",
     Fault.NO_TIME: "its timestamp is no whole number",
     Fault.TIME_TOO_FAR: "its timestamp is beyond the years 1 to 9999, or beyond 64 bits",
-    Fault.BEHIND_THE_TIME: "something stands behind its timestamp",
+    Fault.BEHIND_THE_TIME: "something follows its timestamp",
     Fault.NOT_UTF8: "it isn't UTF-8",
 }

@@ -196,7 +196,7 @@ def _relation(reader: _MessageCursor, xid: int | None) -> Relation:
         type_oid, modifier = reader.unpack(_COLUMN)
         columns.append(RelationColumn(column, type_oid, modifier, bool(flags & 1), builtin_name(type_oid) or "?"))
     if len({column.name for column in columns}) != len(columns):
-        raise ProtocolViolation(f"two columns of {namespace}.{name} bear one name")
+        raise ProtocolViolation(f"two columns of {namespace}.{name} have one name")
     return Relation(oid, namespace, name, identity, tuple(columns), b"R" + body, xid)
 
 

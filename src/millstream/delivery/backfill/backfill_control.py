@@ -34,7 +34,7 @@ from millstream.protocol.delivery import (
     Status,
     seq_of,
 )
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 
 logger = structlog.get_logger("millstream.delivery")
 
@@ -299,7 +299,7 @@ class Backfilling:
         try:
             file_of(self._notes.folder, stored.number).unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("the rows of a backfill can't be removed", error=as_told(error).message)
+            logger.warning("the rows of a backfill can't be removed", error=error_of_os(error).message)
 
 
 _number_lock: Final = threading.Lock()

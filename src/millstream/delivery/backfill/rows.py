@@ -37,7 +37,7 @@ from millstream.model.record_json import record_facts
 from millstream.model.records import PARTITION_OID, Op, record_schema
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Kind
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.wal.reader import StreamReader, TableRecords
 from millstream.wal.records_json import Line, by_offset, merge_shards, table_lines
 
@@ -194,9 +194,9 @@ def write_rows(
             (total,) = file.execute("SELECT count(*) FROM numbered").fetchone()
         part.replace(path)
     except sqlite3.Error as error:
-        raise as_told(OSError(f"{path}: {error}")) from error
+        raise error_of_os(OSError(f"{path}: {error}")) from error
     except OSError as error:
-        raise as_told(error) from error
+        raise error_of_os(error) from error
     finally:
         part.unlink(missing_ok=True)
     return int(total)
@@ -222,7 +222,7 @@ class Rows:
         try:
             self._file = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
         except sqlite3.Error as error:
-            raise as_told(OSError(f"{path}: {error}")) from error
+            raise error_of_os(OSError(f"{path}: {error}")) from error
         self._op = (Op.UPDATE if definition.kind is Kind.LATEST else Op.COPY).letter
         self._definition = definition
         self._names: dict[int, Mapping[str, str] | None] = {}
@@ -237,7 +237,7 @@ class Rows:
             ).fetchall()
             return [Row(number, table, own, self._record(table, facts)) for number, table, own, facts in found]
         except sqlite3.Error as error:
-            raise as_told(OSError(str(error))) from error
+            raise error_of_os(OSError(str(error))) from error
 
     def _record(self, table: int, text: str) -> str:
         if table not in self._names:

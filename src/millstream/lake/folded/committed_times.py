@@ -31,8 +31,8 @@ def taken_since(history: OpenTable) -> Seq:
     return eras.taken_since if eras.taken_over else Seq(0)
 
 
-def goes_on(opened: OpenTable, history: OpenTable) -> bool:
-    """Whether the versions are from the table's current time under the name, not an earlier time or another table."""
+def continues(opened: OpenTable, history: OpenTable) -> bool:
+    """Return whether the versions are the table's own, from the period in which it has had the name until now."""
     if not opened.held:
         return False
     since = taken_since(history)
@@ -59,12 +59,12 @@ def entry_us(opened: OpenTable | None, history: OpenTable) -> int | None:
     return max([*times, *([] if clock is None else [clock])], default=None)
 
 
-def times_told(opened: OpenTable, clock_us: int | None, entered_us: int | None, since: Seq) -> dict[str, int]:
+def new_times(opened: OpenTable, clock_us: int | None, entered_us: int | None, since: Seq) -> dict[str, int]:
     """Return the numbers that a fold commits in addition to its position."""
-    told = {} if clock_us is None else {_clock_app(opened): clock_us}
+    times = {} if clock_us is None else {_clock_app(opened): clock_us}
     if entered_us is not None:
-        told |= {f"{opened.app}/{_ENTERED}": entered_us, f"{opened.app}/{_SINCE}": int(since)}
-    return told
+        times |= {f"{opened.app}/{_ENTERED}": entered_us, f"{opened.app}/{_SINCE}": int(since)}
+    return times
 
 
 def at_entry(ended: pa.Table, entered_us: int, since: Seq) -> pa.ChunkedArray:

@@ -30,7 +30,7 @@ from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.exactly_once import reached
 from millstream.lake.file_statistics import boundable
 from millstream.lake.filled_columns import inexact_texts
-from millstream.lake.folded.committed_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
+from millstream.lake.folded.committed_times import at_entry, clock_of, continues, entry_us, new_times, taken_since
 from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.ended_versions import EndedVersions
 from millstream.lake.folded.key_leaves import Leaves
@@ -208,7 +208,7 @@ class _Fold:
         self.take_columns(self.upto)
         opened = self.opened = (opened or self._create()).ready_for(self.columns)
         self.since = taken_since(history)
-        self.stands = opened.n if goes_on(opened, history) else None
+        self.stands = opened.n if continues(opened, history) else None
         self.take_columns(self.upto)
         self.entered_us = entry_us(opened, history) if self.entered_us is None else self.entered_us
         gone = history_from(history)
@@ -420,11 +420,11 @@ class _Fold:
         rows = self._read(path, self._file_columns(exact=True))
         keys = Keys.of(rows, self.schema.key)
         have, gone, kept = key_codes([keys, found.gone, found.kept])
-        told, moments = np.isin(have, gone), found.ends_of(rows)
-        ends = ~told & ~np.isin(have, kept) & np.asarray(moments.is_valid())
+        is_gone, moments = np.isin(have, gone), found.ends_of(rows)
+        ends = ~is_gone & ~np.isin(have, kept) & np.asarray(moments.is_valid())
         place = rows.schema.get_field_index(VALID_TO.name)
         extra.add(rows.set_column(place, VALID_TO, moments).filter(pa.array(ends)))
-        return keys.take(np.flatnonzero(told | ends))
+        return keys.take(np.flatnonzero(is_gone | ends))
 
     def _rewrite_all(self, opened: OpenTable, target: pa.Schema, *, exact: bool) -> None:
         """Rewrite every file in wider columns, as a commit of its own that changes no version."""
@@ -451,7 +451,7 @@ class _Fold:
         self.take_columns(self.upto)
         self.since = taken_since(history)
         opened = self.opened = (self.opened or self._create()).ready_for(self.columns)
-        self.stands = opened.n if goes_on(opened, history) else None
+        self.stands = opened.n if continues(opened, history) else None
         self.take_columns(self.upto)
         exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
         columns = self._file_columns(exact=exact)
@@ -493,7 +493,7 @@ class _Fold:
         exact: bool,
         leaves: Leaves | None = None,
     ) -> FoldOutcome:
-        times = times_told(opened, clock_us, self.entered_us, self.since)
+        times = new_times(opened, clock_us, self.entered_us, self.since)
         failpoints.hit("lake.before_scd2_commit")
         opened.swap(
             Commit(upto, exact=True, holds=True, numbers=times),

@@ -61,7 +61,7 @@ def prepare(connection: Connection, place: str) -> None:
         found = connection.execute("SELECT version FROM millstream_lake.layout").fetchone()
     if found is None or found[0] != VERSION:
         raise LakeError(
-            f"{place}: millstream_lake has layout {None if found is None else found[0]}, and this version knows {VERSION}",
+            f"{place}: millstream_lake has layout {None if found is None else found[0]}, and this version reads {VERSION}",
             code="destination",
             hint="Run the newer Millstream that made it.",
         )

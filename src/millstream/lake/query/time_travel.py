@@ -93,7 +93,7 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None, log: LogTail |
     """Return the position to show.
 
     Raises:
-        TokenFromFuture, PositionError (`time_from_future`), PositionError (`beyond_retention`), LakeBehind: as `LakeSession`.
+        TokenFromFuture, PositionError (`time_from_future`, `beyond_retention`), LakeBehind: as `LakeSession`.
     """
     cut = last_cut(layout)
     while True:

@@ -363,7 +363,7 @@ class Follower:
             return [Connect(leader)]
         if self.phase in {FollowerPhase.WAITING, FollowerPhase.FOLLOWING} and now_s >= self._heard_at + self._silence_s:
             self._later(0.5, now_s)
-            return [Tell(self._node, f"its leader said nothing for {self._silence_s:g} s"), BreakLink()]
+            return [Tell(self._node, f"its leader sent nothing for {self._silence_s:g} s"), BreakLink()]
         return []
 
     def _say_hello(self) -> list[Effect]:

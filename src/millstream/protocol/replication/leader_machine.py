@@ -386,7 +386,7 @@ class Leader:
         ) + options.silence_s:
             return [
                 events.DropLink(follower.link, None),
-                events.Tell(follower.node, f"said nothing for {options.silence_s:g} s"),
+                events.Tell(follower.node, f"sent nothing for {options.silence_s:g} s"),
                 *self._apart(follower),
             ]
         if follower.is_busy or follower.phase is not LinkPhase.SHIPPING or now_s < follower.not_before:

@@ -337,7 +337,7 @@ class Promotion:
             case PromotionState.CLAIMING, ClaimFailed(error):
                 if self._accepts_loss and error.code not in {"promotion_lost", NodeNameTaken.code}:
                     self.losses.append(
-                        f"the store that decides who leads doesn't answer ({error}): somebody else may be promoted as well"
+                        f"the store that decides who leads doesn't answer ({error}): another node may be promoted, too"
                     )
                     return self._ask(now_s)
                 return self._fail(error)

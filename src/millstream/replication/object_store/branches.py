@@ -112,7 +112,7 @@ def history_of(objects: Objects, layout: Layout, upto: Epoch | None = None) -> H
     for name in sorted(name for name in names if not name.endswith(_WHOLE)):
         message = message_in(name, objects.get(name) or memoryview(b""))
         if not isinstance(message, Hello):
-            raise ShipmentUnreadable(f"{name} says nothing of a branch")
+            raise ShipmentUnreadable(f"{name} has no branch")
         if upto is None or message.promised <= upto:
             found.append(Branch(message.promised, dict(message.position), f"{name}{_WHOLE}" in names))
     return History(tuple(found), upto)

@@ -25,8 +25,8 @@ _SHARD_DIGITS: Final = 10
 _OWN_NAME: Final = re.compile(r"(?:[^/]+/)?(?:\d{20}/)?\d{20}(?:\.ended|\.whole)?")
 """Pattern for the part of every listed name after the folder."""
 _DAMAGED_HINT: Final = (
-    "Put the object back, from an older version or a copy of the store. Where there is none, move it away with all that stand "
-    "behind it in its folder: a leader that still has these bytes stores them again, and a restore ends in front of them where another one is left."
+    "Put the object back, from an older version or a copy of the store. If there is none, move it and all later ones "
+    "out of its folder: a leader that still has their bytes stores them again; otherwise a restore ends before them."
 )
 
 

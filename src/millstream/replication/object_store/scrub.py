@@ -235,7 +235,7 @@ class Scrub:
             if own is not None and not self._is_same(own, after, name, stored_bytes):
                 own, why = None, "nothing that is stored shows that this node's segment is the same"
                 if after.base is None:
-                    why += " (the node that leads stores it anew once its `millstream serve` is started again)"
+                    why += " (the node that leads stores it again once its `millstream serve` is started again)"
             if own is not None:
                 if self._mend:
                     self._objects.put_large(
@@ -291,7 +291,7 @@ class Scrub:
                 length = min(_PIECE_BYTES, end - at)
                 data = read(at, length)
                 if len(data) != length:
-                    raise arriving.unreadable("it is shorter than it was said to be")
+                    raise arriving.unreadable("it is shorter than its recorded size")
                 arriving.feed(memoryview(data), [])
             arriving.finish(memoryview(footer))
         except (ShipmentUnreadable, Diverged) as error:

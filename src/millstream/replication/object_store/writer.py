@@ -363,7 +363,7 @@ class StoredLink:
         # would be outdated.
         for listed in listed_in(self._objects, self._layout.groups, self._stored.last):
             if end_of(self._objects.get(listed.name) or memoryview(b"")) is None:
-                raise LinkLost("another node has written to the object store meanwhile")
+                raise LinkLost("another node has written to the object store since")
             self._stored.last = listed.name
         last = group_of(self._stored.last) if self._stored.last else (Epoch(0), -1)
         self._epoch, self._number = shipment.epoch, last[1] + 1 if last[0] == shipment.epoch else 0

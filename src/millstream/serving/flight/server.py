@@ -235,7 +235,6 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         return were_any
 
     # --- writing
-    # -----------------------------------------------------------------------------------------------
 
     @_told
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
@@ -249,7 +248,6 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
             append.run(_batches(reader, sender), self._closing, lambda: self._check(shown, Right.WRITE, asked.stream))
 
     # --- reading
-    # -----------------------------------------------------------------------------------------------
 
     @_told
     def do_get(self, context: Any, ticket: Any) -> Any:
@@ -283,7 +281,6 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
                 yield batch
 
     # --- other nodes
-    # -----------------------------------------------------------------------------------------------
 
     @_told
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
@@ -322,7 +319,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
     def list_actions(self, context: Any) -> list[Any]:
         """Return the only action."""
         self._caller(context)
-        return [fl.ActionType(ACTION, "What other nodes ask.")]
+        return [fl.ActionType(ACTION, "Requests of other nodes.")]
 
     @_told
     def get_flight_info(self, context: Any, descriptor: Any) -> Any:
@@ -358,7 +355,6 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         return fl.FlightInfo(record_schema(schema), descriptor, [fl.FlightEndpoint(ticket, [])], -1, -1)
 
     # --- who, and how many
-    # -------------------------------------------------------------------------------------
 
     def _check(self, shown: Credentials, right: Right, stream: str) -> None:
         """Check a right; with each batch too, since a transfer may outlast its token."""
@@ -439,7 +435,7 @@ def flight_of(
     """Run a home's Flight server while the block lasts, on threads of its own; the home configures one.
 
     Raises:
-        MillstreamError (`address_in_use`), AccessError (`unprotected`), AccessError (`certificate_unusable`): it can't or may not listen.
+        MillstreamError (`address_in_use`), AccessError (`unprotected`, `certificate_unusable`): it can't or may not listen.
     """
     address = home.config.flight.address
     assert address is not None

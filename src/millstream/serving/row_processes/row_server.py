@@ -12,7 +12,7 @@ from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.control_socket import ControlServer
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, server_role
 from millstream.serving.access import Access
-from millstream.serving.request_bodies import Intake, Receive
+from millstream.serving.request_bodies import MemoryBudget, Receive
 from millstream.serving.requests import Scope, Send
 from millstream.serving.row_processes.forwarding import FORWARDED_SOCKET, Forwarder
 from millstream.serving.row_requests import RowRequests, measured
@@ -54,13 +54,13 @@ class _RowApplication:
 
     def __init__(self, home: Home, access: Access, process: ServerProcess) -> None:
         http = home.config.http
-        intake = Intake(
+        budget = MemoryBudget(
             size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max), process.share_of("held_bytes")
         )
-        self._rows = RowRequests(home, access, intake)
+        self._rows = RowRequests(home, access, budget)
         self._measured = measured(home, access, self._rows, self._rows.route_of)
         self._forwarder = Forwarder(home.make_socket_folder() / FORWARDED_SOCKET)
-        self.groups: Final = self._rows.groups
+        self.batches: Final = self._rows.batches
         self.parser: Final = self._rows.parser
         self.close: Final = self._rows.close
 

@@ -399,7 +399,7 @@ def _verify_shard(
     if mark is not None and shown is not None and shown.durable_offset < mark.durable_offset:
         report.hidden[shard] = mark.durable_offset - shown.durable_offset
     if mark is None and is_mark_damaged(files, shard_dir):
-        why = "the mark can't be read; the stream's next writer makes it anew"
+        why = "the mark can't be read; the stream's next writer makes it again"
         report.losses.append(Loss(f"{shard_dir}/{MARK_NAME}", 0, why, None, None, shard))
     chain = _Chain(files, shard, shard_dir, mark)
     segments = [segment for segment in segments if segment.base_offset >= chain.begin]

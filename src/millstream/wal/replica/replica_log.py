@@ -32,7 +32,7 @@ from millstream.ports import Clock, Files, WritableFile
 from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.disk_space import NO_SPACE, check_space
 from millstream.wal.durable_mark import MarkFile, read_dropped, read_mark
-from millstream.wal.files import RealFiles, SystemClock, as_told, check_is_at, is_refused, replacing
+from millstream.wal.files import RealFiles, SystemClock, check_is_at, error_of_os, is_refused, replacing
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.replica.follower_marks import NOBODY, check_mark, is_newer, moves, placeholder
 from millstream.wal.replica.partial_groups import GroupEnds, PartialGroups
@@ -578,5 +578,5 @@ def _told(error: OSError, folder: str) -> MillstreamError:
     """Return the error of an open for one of the disk's; `DiskFull` is raised."""
     check_space(error, f"no disk space in {folder} to rewrite the last shipment")
     if is_refused(error):
-        return as_told(error)
+        return error_of_os(error)
     return ReplicationError(f"the disk under {folder} failed: {error}", code="replica_failed")

@@ -37,7 +37,7 @@ from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
 from millstream.wal.disk_space import NO_SPACE, check_disk, check_space, keep_spare
 from millstream.wal.durable_mark import MarkFile
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.missing_log import missing_log
 from millstream.wal.shard_locks import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
@@ -165,7 +165,7 @@ class GroupCommitter:
             for mark in marks.values():
                 mark.close()
             if isinstance(error, OSError):
-                raise as_told(error) from error
+                raise error_of_os(error) from error
             raise
         return committer
 

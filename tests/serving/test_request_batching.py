@@ -26,8 +26,8 @@ from millstream.model.operations import FIRST_SHARD, Appended
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.serving import row_writes
-from millstream.serving.request_batching import BATCH_BYTES_MAX, IN_FLIGHT_MAX, BatchTarget, Groups
-from millstream.serving.request_bodies import Held, Intake
+from millstream.serving.request_batching import BATCH_BYTES_MAX, IN_FLIGHT_MAX, BatchTarget, RequestBatches
+from millstream.serving.request_bodies import Held, MemoryBudget
 from millstream.serving.row_writes import Writes
 from millstream.testing.errors import coded
 
@@ -66,20 +66,22 @@ class Log:
         return outcomes
 
 
-def played(story: Callable[[Log, Groups], Awaitable[None]]) -> None:
+def played(story: Callable[[Log, RequestBatches], Awaitable[None]]) -> None:
     async def play() -> None:
         log = Log()
-        groups = Groups(log.append)
+        batches = RequestBatches(log.append)
         async with asyncio.timeout(30):
-            await story(log, groups)
-            await groups.drain()
-        assert groups._queues == {}
+            await story(log, batches)
+            await batches.drain()
+        assert batches._queues == {}
 
     asyncio.run(play())
 
 
-def sent(groups: Groups, rows: list[dict[str, Any]] | pa.Table, size_bytes: int = 10) -> asyncio.Future[Appended]:
-    return groups.append(CLICKS, (rows,), size_bytes=size_bytes, write_id=None)
+def sent(
+    batches: RequestBatches, rows: list[dict[str, Any]] | pa.Table, size_bytes: int = 10
+) -> asyncio.Future[Appended]:
+    return batches.append(CLICKS, (rows,), size_bytes=size_bytes, write_id=None)
 
 
 async def outcome(answer: asyncio.Future[Appended]) -> int | str:
@@ -90,11 +92,11 @@ async def outcome(answer: asyncio.Future[Appended]) -> int | str:
 
 
 def test_what_comes_while_a_batch_is_written_is_the_next_one() -> None:
-    async def story(log: Log, groups: Groups) -> None:
+    async def story(log: Log, batches: RequestBatches) -> None:
         log.going.clear()
         answers = []
         for number in range(100):
-            answers.append(sent(groups, [{"n": number}]))
+            answers.append(sent(batches, [{"n": number}]))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         assert len(log.batches) == IN_FLIGHT_MAX
@@ -106,8 +108,8 @@ def test_what_comes_while_a_batch_is_written_is_the_next_one() -> None:
 
 
 def test_a_batch_is_bounded_by_bytes() -> None:
-    async def story(log: Log, groups: Groups) -> None:
-        answers = [sent(groups, [{"n": number}], BATCH_BYTES_MAX // 2) for number in range(6)]
+    async def story(log: Log, batches: RequestBatches) -> None:
+        answers = [sent(batches, [{"n": number}], BATCH_BYTES_MAX // 2) for number in range(6)]
         assert [await outcome(answer) for answer in answers] == [1, 2, 3, 4, 5, 6]
         assert [len(batch.write_ids) for batch in log.batches] == [2, 2, 2]
 
@@ -115,9 +117,9 @@ def test_a_batch_is_bounded_by_bytes() -> None:
 
 
 def test_a_request_that_makes_no_columns_with_others_leaves_them_alone() -> None:
-    async def story(log: Log, groups: Groups) -> None:
+    async def story(log: Log, batches: RequestBatches) -> None:
         rows: list[Any] = [[{"n": 1}], [{"n": "x"}], [{"n": 2**64}], [{"n": 2}]]
-        answers = [sent(groups, of_one) for of_one in rows]
+        answers = [sent(batches, of_one) for of_one in rows]
         found = [await outcome(answer) for answer in answers]
         assert found[2] == InvalidValue.code
         # Whether the table takes a row is for the log to decide.
@@ -130,9 +132,9 @@ def test_a_request_that_makes_no_columns_with_others_leaves_them_alone() -> None
 def test_a_wide_row_goes_with_few_others() -> None:
     """Each of its columns has a value for each row of the batch: 16,000 rows and one of 1600 columns took seconds."""
 
-    async def story(log: Log, groups: Groups) -> None:
+    async def story(log: Log, batches: RequestBatches) -> None:
         wide = {f"c{n}": n for n in range(1600)}
-        answers = [sent(groups, rows) for rows in ([{"n": 1}] * 2000, [wide], [{"n": 1}] * 600, [{"n": 1}] * 2000)]
+        answers = [sent(batches, rows) for rows in ([{"n": 1}] * 2000, [wide], [{"n": 1}] * 600, [{"n": 1}] * 2000)]
         assert [await outcome(answer) for answer in answers] == [1, 2001, 2002, 2602]
         assert [batch.tables[0].counts for batch in log.batches] == [[2000], [1], [600, 2000]]
 
@@ -140,9 +142,9 @@ def test_a_wide_row_goes_with_few_others() -> None:
 
 
 def test_requests_that_are_too_large_together_go_alone() -> None:
-    async def story(log: Log, groups: Groups) -> None:
+    async def story(log: Log, batches: RequestBatches) -> None:
         log.rows_max = 1
-        answers = [sent(groups, [{"n": 1}]), sent(groups, [{"n": 2}, {"n": 3}]), sent(groups, [{"n": 4}])]
+        answers = [sent(batches, [{"n": 1}]), sent(batches, [{"n": 2}, {"n": 3}]), sent(batches, [{"n": 4}])]
         assert [await outcome(answer) for answer in answers] == [1, "rows_too_large", 2]
 
     played(story)
@@ -150,9 +152,9 @@ def test_requests_that_are_too_large_together_go_alone() -> None:
 
 @pytest.mark.parametrize("error", [Overloaded("full"), WriterClosed("gone"), AppendOutcomeUnknown("who knows")])
 def test_what_became_of_a_batch_is_told_to_each_and_never_tried_again(error: MillstreamError) -> None:
-    async def story(log: Log, groups: Groups) -> None:
+    async def story(log: Log, batches: RequestBatches) -> None:
         log.error = error
-        answers = [sent(groups, [{"n": number}]) for number in range(3)]
+        answers = [sent(batches, [{"n": number}]) for number in range(3)]
         assert [await outcome(answer) for answer in answers] == [error.code] * 3
         assert len(log.batches) == 1
 
@@ -160,10 +162,10 @@ def test_what_became_of_a_batch_is_told_to_each_and_never_tried_again(error: Mil
 
 
 def test_columns_and_objects_go_in_batches_of_their_own() -> None:
-    async def story(log: Log, groups: Groups) -> None:
+    async def story(log: Log, batches: RequestBatches) -> None:
         one, other = pa.table({"n": [1, 2]}), pa.table({"n": ["x"]})
         rows: list[Any] = [one, [{"n": 1}], one, other, [{"n": 2}]]
-        found = [await outcome(answer) for answer in [sent(groups, of_one) for of_one in rows]]
+        found = [await outcome(answer) for answer in [sent(batches, of_one) for of_one in rows]]
         assert sorted(found) == sorted({int(one) for one in found})
         assert sorted(len(batch.write_ids) for batch in log.batches) == [1, 2, 2]
 
@@ -171,9 +173,9 @@ def test_columns_and_objects_go_in_batches_of_their_own() -> None:
 
 
 def test_who_stops_waiting_keeps_nothing_from_being_appended() -> None:
-    async def story(log: Log, groups: Groups) -> None:
+    async def story(log: Log, batches: RequestBatches) -> None:
         log.going.clear()
-        gone, stays = sent(groups, [{"n": 1}]), sent(groups, [{"n": 2}])
+        gone, stays = sent(batches, [{"n": 1}]), sent(batches, [{"n": 2}])
         await asyncio.sleep(0)
         gone.cancel()
         log.going.set()
@@ -184,15 +186,15 @@ def test_who_stops_waiting_keeps_nothing_from_being_appended() -> None:
 
 
 def test_a_bug_is_told_to_whoever_waits() -> None:
-    async def story(log: Log, groups: Groups) -> None:
+    async def story(log: Log, batches: RequestBatches) -> None:
         del log
 
         async def fails(*_: object, **__: object) -> list[Appended | MillstreamError]:
             raise ZeroDivisionError
 
-        groups._append = fails
+        batches._append = fails
         with pytest.raises(ZeroDivisionError):
-            await sent(groups, [{"n": 1}])
+            await sent(batches, [{"n": 1}])
 
     played(story)
 
@@ -209,11 +211,11 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
     sole_outcome(appender.append_batch("web", first, deadline_s=5))
 
     async def story() -> None:
-        groups = Groups(appender.append_batch_async)
+        batches = RequestBatches(appender.append_batch_async)
 
         def sent(table: str, rows: list[dict[str, Any]], key: str) -> asyncio.Future[Appended]:
             target = BatchTarget("web", (table,), 5.0, keep_valid_rows=False)
-            return groups.append(target, (rows,), size_bytes=10, write_id=WriteId(key=key))
+            return batches.append(target, (rows,), size_bytes=10, write_id=WriteId(key=key))
 
         for table, requests in {
             "t": [[{"of": [1]}], [{"of": {"a": 1}}], [{"sum": 2}], [{"sum": 2.5}], [{"of": [2], "sum": 3}]],
@@ -226,7 +228,7 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
             ), told
             # Each request alone has the same outcome as among the others.
             assert [await outcome(sent(table, rows, f"{table}/{n}")) for n, rows in enumerate(requests)] == told
-        await groups.drain()
+        await batches.drain()
 
     try:
         asyncio.run(story())
@@ -251,9 +253,9 @@ def test_rows_that_name_few_of_many_columns_are_counted_and_converted_on_a_threa
     home = Home(make_home(tmp_path / "home", "[streams.web]\n"))
 
     async def held_bytes(bytes_max: int) -> int:
-        intake = Intake(bytes_max, 32 << 20)
-        writes = Writes(home, Groups(Log().append), intake, cast("Access", None))
-        with Held(intake) as held:
+        budget = MemoryBudget(bytes_max, 32 << 20)
+        writes = Writes(home, RequestBatches(Log().append), budget, cast("Access", None))
+        with Held(budget) as held:
             await writes._rows("application/json", body, held, CLICKS._replace(keep_valid_rows=keep))
             return held.size_bytes
 
