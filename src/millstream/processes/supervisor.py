@@ -32,7 +32,7 @@ from typing import Any, Final, Literal
 
 from millstream.backoff import Backoff
 from millstream.errors import ConfigError, may_pass
-from millstream.wal.files import as_told
+from millstream.wal.files import error_of_os
 from millstream.workers import Worker
 
 REPORT_VARIABLE: Final = "MILLSTREAM_REPORT_FD"
@@ -188,7 +188,7 @@ class Supervisor:
         try:
             process, listen = _open(running.part)
         except OSError as error:
-            running.error = as_told(error).as_dict()
+            running.error = error_of_os(error).as_dict()
             self._ended(running, None)
             return
         running.process, running.state = process, PartState.RUNNING
