@@ -51,7 +51,7 @@ def judge(
         )
         if (schema, table) in set(history_only):
             continue
-        source = error_of_os(source_rows(connection, quoted), table_folder(lake / "history", schema, table))
+        source = as_told(source_rows(connection, quoted), table_folder(lake / "history", schema, table))
         again = copied_again(histories_of(lake, schema, table))
         replay = replay_history(histories_of(lake, schema, table), source, recopied=again > 0)
         problems += [f"{quoted}, replay: {line}" for line in difference(replay.rows, source)]
@@ -96,7 +96,7 @@ def seq_in(violation: str) -> int:
     return int(violation.split()[1])
 
 
-def error_of_os(source: TableRows, history: Path) -> TableRows:
+def as_told(source: TableRows, history: Path) -> TableRows:
     """Return the source's rows without columns that the stream hasn't described so far, if these hold only nulls.
 
     PostgreSQL describes a table in the stream when it changes a row, not when a column is added.

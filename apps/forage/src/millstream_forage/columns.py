@@ -220,3 +220,9 @@ class Records:
         at = bisect_right(self._starts, row) - 1
         batch, place = self._batches[at], row - self._starts[at]
         return {name: batch.column(name)[place].as_py() for name in names or batch.schema.names}
+
+
+def ages_ns(times_ns: Ints, now_ns: int | Ints) -> Ints:
+    """Return how long before a moment each time was; 0 for a time after it."""
+    ages: Ints = np.maximum(now_ns - times_ns, 0)
+    return ages

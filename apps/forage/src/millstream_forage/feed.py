@@ -19,20 +19,9 @@ from millstream_forage.answers import FeedItem
 from millstream_forage.bandit import TRIALS_TO_EXPLORE, Arms, Slot, exploring_budget, fill
 from millstream_forage.columns import Ints
 from millstream_forage.eligible_items import EligibleItems
-from millstream_forage.embedding import Floats
-from millstream_forage.state import NO_ROW, Items, State
-from millstream_forage.taste import (
-    HALF_LIFE_NS,
-    MATCH_THRESHOLD,
-    POSITIVE_REWARD,
-    REMEMBERED,
-    Liked,
-    Taste,
-    label,
-    shares,
-    target_shares,
-    taste,
-)
+from millstream_forage.rewards import Rewards
+from millstream_forage.state import Items, State
+from millstream_forage.taste import MATCH_THRESHOLD, Taste, label, user_taste
 
 TASTES_MAX: Final = 4096
 """Users whose centroids are remembered: some ten kilobytes each."""
@@ -126,22 +115,22 @@ class Feeder:
         )
         if self._prepared is not None and self._prepared[0] == key:
             return self._prepared[1]
-        history = History(state, request.user, request.now_ns, impressions)
+        rewards = Rewards(state, request.user, request.now_ns, impressions)
         liked = self._taste(request.user, request.now_ns)
         eligible = EligibleItems(state, request.user)
         # By their least ids: regions whose items came in another order draw for the arms in the same one.
         ordered = np.argsort(state.items.arm_first_ids, kind="stable")
         numbers = ordered[eligible.sizes[ordered] > 0]
         arms = Arms(
-            wins=history.wins[numbers],
-            losses=history.losses[numbers],
-            shown=history.shown[numbers],
-            unexplored=history.signaled[numbers] < TRIALS_TO_EXPLORE,
+            wins=rewards.wins[numbers],
+            losses=rewards.losses[numbers],
+            shown=rewards.shown[numbers],
+            unexplored=rewards.signaled[numbers] < TRIALS_TO_EXPLORE,
             sizes=eligible.sizes[numbers],
             best=Ranking(state.items, eligible, liked, self._vectors, numbers.tolist(), request.limit).best,
         )
-        budget = exploring_budget(history.exploring_reward, history.exploring_trials)
-        prepared = Prepared(arms, budget, liked, *history.category_shares(state.items))
+        budget = exploring_budget(rewards.exploring_reward, rewards.exploring_trials)
+        prepared = Prepared(arms, budget, liked, *rewards.category_shares(state.items))
         self._prepared = (key, prepared)
         return prepared
 
@@ -193,51 +182,6 @@ def reason(category: str, source: str, named: str, *, explore: bool) -> str:
             return f"Your feed had less of {category} than it should have."
         case _:
             return f"Your reactions to {category} from {source} brought it here."
-
-
-class History:
-    """A user's impressions and trials in each arm, with what has decayed by a moment."""
-
-    def __init__(self, state: State, user: int, now_ns: int, impressions: int | None) -> None:
-        """Sum them up.
-
-        Args:
-            impressions: as `compute`.
-        """
-        shown, signals = state.impressions, state.signals
-        arms = len(state.items.arm_names)
-        rows = shown.by_user.rows(user)
-        if impressions is not None:
-            rows = rows[: np.searchsorted(rows, impressions)]
-        self.shown: Final = np.bincount(shown.arms.values[rows], minlength=arms)
-        """Impressions of each arm."""
-        rows = rows[shown.kinds.values[rows] != 0]
-        self.signaled: Final = np.bincount(shown.arms.values[rows], minlength=arms)
-        """Impressions of each arm that have a signal."""
-        rewards = shown.rewards.values[rows]
-        exploring = shown.explore.values[rows]
-        self.exploring_reward: Final = float(rewards[exploring].sum())
-        self.exploring_trials: Final = float(exploring.sum())
-        given = signals.by_user.rows(user)
-        given = given[signals.counts.values[given] & (signals.impressions.values[given] == NO_ROW)]
-        trial_arms = np.concatenate([shown.arms.values[rows], state.items.arms.values[signals.items.values[given]]])
-        rewards = np.concatenate([rewards, signals.weights.values[given]])
-        times = np.concatenate([shown.shown_ns.values[rows], signals.given_ns.values[given]])
-        remaining = np.exp2(-ages_ns(times, now_ns) / HALF_LIFE_NS)
-        self.wins: Final[Floats] = np.bincount(trial_arms, rewards * remaining, minlength=arms).astype(np.float64)
-        """Decayed sum of the rewards of each arm."""
-        self.losses: Final[Floats] = np.bincount(trial_arms, (1 - rewards) * remaining, minlength=arms).astype(
-            np.float64
-        )
-        """Decayed sum of 1 - reward of each arm."""
-
-    def category_shares(self, items: Items) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the part of the user's impressions that each category had, and that it should have had."""
-        names, codes = items.categories.names, items.arm_categories.values
-        counts = np.bincount(codes, self.shown, minlength=len(names)).tolist()
-        rewards = np.bincount(codes, self.wins, minlength=len(names)).tolist()
-        of_counts, of_rewards = dict(zip(names, counts, strict=True)), dict(zip(names, rewards, strict=True))
-        return shares(of_counts, names), target_shares(of_rewards, names)
 
 
 class ArmVectors:
@@ -329,31 +273,3 @@ class Ranking:
         least = np.partition(rough, -self._limit)[-self._limit]
         near: Ints = rows[rough >= least - SINGLE_PRECISION]
         return near
-
-
-def user_taste(state: State, rows: Ints, now_ns: int) -> Taste:
-    """Return the centroids of the positive ones among a user's signals, as of a moment.
-
-    Decay keeps the proportions of weights, so later moments have the same centroids.
-    """
-    signals, items = state.signals, state.items
-    rows = rows[signals.counts.values[rows] & (signals.weights.values[rows] >= POSITIVE_REWARD)]
-    liked, entries = np.unique(signals.items.values[rows], return_inverse=True)
-    times = np.minimum(signals.given_ns.values[rows], now_ns)
-    newest = np.full(len(liked), np.iinfo(np.int64).min)
-    np.maximum.at(newest, entries, times)
-    remaining = np.exp2(-ages_ns(times, newest[entries]) / HALF_LIFE_NS)
-    weights = np.bincount(entries, signals.weights.values[rows] * remaining, minlength=len(liked))
-    counts = np.bincount(entries, minlength=len(liked))
-    ids = items.ids.values[liked]
-    # `taste` remembers no more than the heaviest: of a long history, the others aren't worth an object each.
-    heaviest = np.lexsort((ids, -(np.log2(weights) + newest / HALF_LIFE_NS)))[:REMEMBERED]
-    vectors = {int(ids[at]): items.embeddings.values[liked[at]].astype(np.float64) for at in heaviest}
-    entries_of = [Liked(int(ids[at]), int(counts[at]), float(weights[at]), int(newest[at])) for at in heaviest]
-    return taste(entries_of, vectors)
-
-
-def ages_ns(times_ns: Ints, now_ns: int | Ints) -> Ints:
-    """Return how long before a moment each time was; 0 for a time after it."""
-    ages: Ints = np.maximum(now_ns - times_ns, 0)
-    return ages
