@@ -1,4 +1,4 @@
-"""The console's paths: pages, the stream of their differences, files, and logging in and out.
+"""The console's paths (pages, the stream of their differences, files, logging in and out) and the headers of all answers.
 
 A viewer has the last area that was sent to it. So a slow one gets fewer and larger differences, and none waits in memory.
 """

@@ -1,7 +1,7 @@
 """Log columns to lake columns: types, and values from PostgreSQL's text.
 
 If a lake column's type can't hold a value, the column is null, and `__exact` holds PostgreSQL's text. Capture has
-done the same for the log's columns, by `model.exact_values`.
+done the same for the log's columns, by `model.exact_values`. `model.pgtypes` chooses the types of both.
 """
 
 from __future__ import annotations

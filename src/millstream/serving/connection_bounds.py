@@ -1,4 +1,4 @@
-"""The limits of a connection of HTTP."""
+"""The limits of a connection of HTTP, which `connections` applies."""
 
 from __future__ import annotations
 

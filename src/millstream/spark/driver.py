@@ -25,8 +25,8 @@ from millstream.errors import CatalogError, EngineError, LakeError, MillstreamEr
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
+from millstream.spark.batch_pause import INTERVAL_S_MIN, pause_s
 from millstream.spark.batch_targets import LakeOfFiles
-from millstream.spark.batch_trigger import INTERVAL_S_MIN, pause_s
 from millstream.spark.batches import BatchLander
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog, ExecutorWatch, check_lake, translated

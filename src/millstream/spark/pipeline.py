@@ -32,7 +32,7 @@ class PipelineConfig:
     """In a lake of files, the views to keep; all but history are folded from it."""
     trigger_interval_ms: int | None = 500
     """Minimum time from the start of a batch to the start of the next, unless a full batch is waiting; None: adaptive, see
-    `batch_trigger`."""
+    `batch_pause`."""
     batch_bytes_max: int = 64 << 20
     """Maximum log bytes of a batch; a table's rows of it take a few times that in a worker's memory."""
     history_retention_s: float | None = None

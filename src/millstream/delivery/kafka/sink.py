@@ -3,6 +3,7 @@
 With transactions, a batch is one transaction, which also writes the ids of its messages to the ledger
 (`delivery.kafka.ledger`). A process that takes over fences the earlier one by its transactional id, reads the ledger,
 and accepts a message that it finds there without sending it. So a `read_committed` reader sees each message once.
+The producer's settings, such as its partitioner, are in `settings`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of versions that have ended, which folds only append."""
+"""Files of versions that have ended, which folds only append. `scd2_fold` decides when a version ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Dead messages, and those delivered again, by id and position. `consumer` decides when a message dies (`_fail`)."""
+"""Dead messages, and those delivered again, by id and position.
+
+`consumer` decides when a message dies (`_fail`); `delivery.consumer_store` keeps it with its record.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.app.homes import make_home
 from millstream.home.config_mapping import pipeline_config
 from millstream.home.home import Home
 from millstream.model.ids import StreamId
-from millstream.spark.batch_trigger import INTERVAL_S_MIN, PAUSE_S_MAX, pause_s
+from millstream.spark.batch_pause import INTERVAL_S_MIN, PAUSE_S_MAX, pause_s
 
 
 def starts(took_s: float, interval_s: float | None, *, within_s: float) -> list[float]:
