@@ -161,7 +161,7 @@ def make_home(
             "--location is neither a folder nor the URL of an object store, or has a user, a password or a key in it",
             hint="Leave the keys out: they belong into [streams.S.lake.storage_options], or the environment.",
         )
-    if (fault := fault_of_location(place)) is not None:
+    if (fault := fault_of_location(place, stream, folder)) is not None:
         raise ConfigError(f"--location: {fault[1]}", code=fault[0])
     variable, password, has_variable = f"{stream.upper()}_PASSWORD", None, False
     if source is None:
