@@ -190,9 +190,12 @@ def make_home(
     file = folder / FILE_NAME
     try:
         make_folder(folder)
-    except FileExistsError as error:
+    except NotADirectoryError as error:
         raise MillstreamError(
-            f"{error.filename or folder}: is not a folder", code="home_unwritable", path=str(folder)
+            f"{error.filename or folder}: is not a folder",
+            code="home_unwritable",
+            hint="Name another folder, or move what is there away.",
+            path=str(folder),
         ) from error
     except OSError as error:
         raise _as_told(error, folder) from error
