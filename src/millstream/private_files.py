@@ -10,6 +10,7 @@ of a home's data gives a group access for good, and nothing takes it away at the
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def make_folder(folder: str | Path) -> None:
     """Make a folder and those above it that aren't there; one that is there keeps its mode.
 
     Raises:
+        NotADirectoryError: something else is there.
         OSError: as `os.makedirs`.
     """
     path = Path(folder)
@@ -65,7 +67,7 @@ def make_folder(folder: str | Path) -> None:
         path.mkdir(mode)
     except FileExistsError:
         if not path.is_dir():
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
         return
     path.chmod(mode)  # the umask may have taken the group's bits
 

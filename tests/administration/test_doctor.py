@@ -9,6 +9,7 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from tests.app.homes import make_home
@@ -26,8 +27,10 @@ from millstream.errors import LakeError, LakeTableForeign, MillstreamError, Sour
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut
+from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.processes.role_locks import RoleLock
+from millstream.spark.batch_targets import LakeOfFiles
 from millstream.writers.stall_reasons import forget_given_up, note_given_up
 
 CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
@@ -227,6 +230,19 @@ def test_an_error_of_the_disk_is_told_as_everywhere(home: Home, monkeypatch: pyt
     monkeypatch.setattr(doctors, "check_lake", refused)
     (found,) = [one for one in examine(home, lambda _line: None) if one.check == "lake of shop"]
     assert (found.code, found.message) == ("home_unwritable", "/srv/lake: Read-only file system")
+
+
+@pytest.mark.parametrize("place", ["lake", "lake/shop"])
+def test_a_file_in_the_place_of_the_lake_is_wrong_and_ends_the_pipeline(home: Home, place: str) -> None:
+    """In the place of the stream's folder, doctor found nothing, and the pipeline tried for five minutes to write there."""
+    (home.path / place).parent.mkdir(exist_ok=True)
+    (home.path / place).touch()
+    (found,) = [one for one in examine(home, lambda _line: None) if one.check == "lake of shop"]
+    assert (found.code, found.message) == ("io_failed", f"{home.path / place}: Not a directory")
+    assert found.is_wrong
+    layout = lake_layout(home, "shop", home.config.streams["shop"], StreamId(UUID(int=1)))
+    with pytest.raises(NotADirectoryError):
+        LakeOfFiles(layout).begin([], [])
 
 
 def test_a_folder_that_this_user_may_not_look_into_ends_no_other_check(

@@ -481,3 +481,15 @@ def test_a_configured_type_that_no_column_can_have_is_found_before_the_lake_meet
         ("type_unused", "nothing", "[streams.S.types] has public.t.totl, but no captured table has this column"),
     ]
     assert all(f.fix for f in findings)
+
+
+def test_a_pattern_that_matches_no_table_is_a_note(stage: Stage) -> None:
+    """A misspelt name left its table out, and a misspelt exclusion captured its table: neither was reported."""
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY)", "CREATE TABLE audit (id int PRIMARY KEY)")
+    patterns = ("public.t", "public.itmes", "public.*", "!public.adit", "!public.audit")
+    findings = check_source(replace(stage.config, tables=patterns))
+    found = [(f.message, f.blocks) for f in findings if f.code == "pattern_unused"]
+    assert found == [
+        ("public.itmes in `tables` matches no table", "nothing"),
+        ("!public.adit in `tables` matches no table", "nothing"),
+    ]

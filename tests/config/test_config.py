@@ -176,9 +176,13 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[http]\nlisten = 'here'\n", 2, "http.listen", "must be a host and a port up to 65535, such as 127.0.0.1:8787"),
         ("[http]\nlisten = '127.0.0.1:65536'\n", 2, "http.listen", "must be a host and a port up to 65535"),
         ("[spark]\nmaster = 'nonsense'\n", 2, "spark.master", "must be local[*] or local[N], spark://host:port, yarn, or k8s://"),
+        ("[spark]\nmaster = 'spark://host'\n", 2, "spark.master", "must be local[*] or local[N], spark://host:port"),
+        ("[spark]\nmaster = 'spark://a:7077,b'\n", 2, "spark.master", "must be local[*] or local[N], spark://host:port"),
+        ("[spark]\nmaster = 'local[many]'\n", 2, "spark.master", "must be local[*] or local[N], spark://host:port"),
         ("[streams.shop.source]\ndsn = 'x'\nslot = 'A-b'\n", 3, "streams.shop.source.slot", "must be 1 to 63 of: lower-case letters, digits and _"),
         ("[streams.shop.types]\n'public.orders.'='text'", 2, 'streams.shop.types."public.orders."', "must name a column as schema.table.column"),
         ("[streams.shop.log]\nretention_bytes='200%'", 2, "streams.shop.log.retention_bytes", "'200%' is more than the whole disk; a share goes up to 100%"),
+        ("[http]\nlisten = 'h:1'\n[flight]\nlisten = 'h:1'\n", 4, "flight.listen", "is the address of [http] listen, too"),
         ("[http]\ntls_certificate = 'a.pem'\n", 2, "http.tls_certificate", "is nothing without tls_key"),
         ("[http]\nclients.'a.example.com' = 'a'\n", 2, "http.clients", "without client_ca"),
         ("[streams.shop.log]\nshards = '2'\n", 2, "streams.shop.log.shards", "must be a whole number"),
@@ -218,6 +222,14 @@ def test_a_mistake_names_file_line_key_and_what_is_allowed(
     assert (error.details["line"], error.details["key"]) == (line, key)
     assert says in error.message
     assert f"millstream.toml:{line}" in error.message
+
+
+@pytest.mark.parametrize(
+    "master",
+    ["local", "local[*]", "local[2]", "local[*, 4]", "spark://a:7077,[::1]:7077", "yarn", "k8s://https://h:6443"],
+)
+def test_a_master_of_a_kind_that_spark_has_is_taken(tmp_path: Path, master: str) -> None:
+    assert load(tmp_path, f"[spark]\nmaster = '{master}'\n").config.spark.master == master
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
@@ -283,6 +295,10 @@ def test_a_mistake_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
         ("format = 'parquet'", "files alone can't be committed together. The data files of 'delta'"),
         ("format = 'iceberg'\ncatalog = {type = 'hive'}", 'catalog.type: must be "sql" or "rest"'),
         ("format = 'iceberg'\ncatalog = {type = 'rest'}", 'catalog.type: is "rest", which needs `uri`'),
+        (
+            "format = 'iceberg'\ncatalog = {type = 'rest', uri = 'catalog:8181'}",
+            "catalog.uri: must begin with https://",
+        ),
         ("format = 'iceberg'\n[spark]\nmaster = 'spark://h:7077'", 'catalog.type: can\'t be "sql" with a Spark master'),
         ("catalog = {type = 'sql'}", 'lake.catalog: is for format = "iceberg" alone'),
     ],

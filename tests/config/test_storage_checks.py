@@ -24,7 +24,7 @@ def mistake(folder: Path, location: str, options: str) -> ConfigError:
 def test_every_listed_option_is_accepted(tmp_path: Path) -> None:
     file = tmp_path / "millstream.toml"
     for location in ("s3://bucket/lake", "lake"):
-        lines = "".join(f'{name} = "x"\n' for name in OPTIONS["s3"])
+        lines = "".join(f'{name} = "https://x"\n' for name in OPTIONS["s3"])
         file.write_text(f'[streams.web.lake]\nlocation = "{location}"\n[streams.web.lake.storage_options]\n{lines}')
         assert set(load_config(file, {}).config.streams["web"].lake.storage_options) == set(OPTIONS["s3"])
 
@@ -72,6 +72,39 @@ def test_an_address_without_a_bucket_is_refused_in_the_file_and_by_init(tmp_path
     with pytest.raises(ConfigError, match=r"--location: .* names no bucket"):
         make_home(tmp_path / "new", stream="web", source=None, tables=["public.*"], location=location)
     assert not (tmp_path / "new").exists()
+
+
+def test_an_endpoint_without_a_scheme_is_refused(tmp_path: Path) -> None:
+    """It was reported as a lack of keys."""
+    error = mistake(tmp_path, "s3://bucket/lake", 'AWS_ENDPOINT_URL = "127.0.0.1:9000"')
+    assert error.details["key"] == "streams.web.lake.storage_options.AWS_ENDPOINT_URL"
+    assert "must begin with https://" in error.message
+
+
+@pytest.mark.parametrize("location", ["data", "data/wal", "./data/../data/lake", "..", "linked"])
+def test_a_lake_among_the_homes_own_files_is_refused_in_the_file_and_by_init(tmp_path: Path, location: str) -> None:
+    """With `data/wal`, the tables lay in the folder of the stream's log: whoever removed that lake removed the log."""
+    home = tmp_path / "web"
+    (home / "data" / "wal").mkdir(parents=True)
+    (home / "linked").symlink_to(home / "data")
+    error = mistake(home, location, "")
+    assert (error.code, error.details["key"]) == ("config", "streams.web.lake.location")
+    assert "among the log and the catalog" in error.message
+    (home / "millstream.toml").unlink()
+    with pytest.raises(ConfigError, match=r"--location: .* name another folder"):
+        make_home(home, stream="web", source=None, tables=["public.*"], location=location)
+    assert not (home / "millstream.toml").exists()
+
+
+def test_a_lake_next_to_the_homes_own_files_is_taken(tmp_path: Path) -> None:
+    for location in (".", "database", "../lakes", str(tmp_path)):
+        (tmp_path / "millstream.toml").write_text(f'[streams.web.lake]\nlocation = "{location}"\n')
+        assert load_config(tmp_path / "millstream.toml", {}).config.streams["web"].lake.location == location
+
+
+@pytest.mark.parametrize("location", ["~nobody-of-that-name/lake", "a\\u0000b"])
+def test_a_location_that_is_no_path_is_refused(tmp_path: Path, location: str) -> None:
+    assert "names no folder" in mistake(tmp_path, location, "").message
 
 
 @pytest.mark.parametrize(

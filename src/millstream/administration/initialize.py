@@ -161,7 +161,7 @@ def make_home(
             "--location is neither a folder nor the URL of an object store, or has a user, a password or a key in it",
             hint="Leave the keys out: they belong into [streams.S.lake.storage_options], or the environment.",
         )
-    if (fault := fault_of_location(place)) is not None:
+    if (fault := fault_of_location(place, stream, folder)) is not None:
         raise ConfigError(f"--location: {fault[1]}", code=fault[0])
     variable, password, has_variable = f"{stream.upper()}_PASSWORD", None, False
     if source is None:
@@ -190,9 +190,12 @@ def make_home(
     file = folder / FILE_NAME
     try:
         make_folder(folder)
-    except FileExistsError as error:
+    except NotADirectoryError as error:
         raise MillstreamError(
-            f"{error.filename or folder}: is not a folder", code="home_unwritable", path=str(folder)
+            f"{error.filename or folder}: is not a folder",
+            code="home_unwritable",
+            hint="Name another folder, or move what is there away.",
+            path=str(folder),
         ) from error
     except OSError as error:
         raise _error_of_os(error, folder) from error

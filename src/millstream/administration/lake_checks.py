@@ -7,6 +7,7 @@ of another schema than today's: that would change it.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -37,8 +38,13 @@ def check_lake(home: Home, name: str, stream: StreamConfig) -> str:
         return _object_store(home, name, stream)
     folder = Path(location)
     make_folder(folder)
-    with tempfile.TemporaryFile(dir=folder):
-        return f"{folder} can be written"
+    if os.path.lexists(folder / name):  # from an earlier run, perhaps of another user
+        folder /= name
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return f"{folder} can be written"
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def probe_lake_catalog(home: Home, name: str, stream: StreamConfig) -> str:

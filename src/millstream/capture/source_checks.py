@@ -163,7 +163,8 @@ def check_tables(connection: Connection, config: CaptureConfig, rules: ColumnRul
 
     Rules that don't fit the tables stop the source, as they would stop capture's start.
     """
-    tables = list_published(connection, TablePatterns.parse(config.tables), config.publication, foreseen=True)
+    patterns = TablePatterns.parse(config.tables)
+    tables = list_published(connection, patterns, config.publication, foreseen=True)
     if not tables:
         yield Finding(
             "no_tables_match",
@@ -172,6 +173,16 @@ def check_tables(connection: Connection, config: CaptureConfig, rules: ColumnRul
             fix="Correct `tables` in millstream.toml.",
         )
         return
+    names = all_rows(
+        connection,
+        "SELECT nspname, relname FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace WHERE relkind IN ('r', 'p')",
+    )
+    for pattern in patterns.patterns:
+        if not any(pattern.matches(*name) for name in names):
+            what = f"{pattern.text} in `tables` matches no table"
+            yield Finding(
+                "pattern_unused", what, "nothing", fix="Correct it in millstream.toml, unless the table is yet to come."
+            )
     if rules is not None:
         yield from _check_rules(rules, tables)
     for table in tables:

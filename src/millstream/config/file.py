@@ -211,7 +211,8 @@ class _Loader:
                 self._note(path, what)
             for name, stream in config.streams.items():
                 at: KeyPath = ("streams", name)
-                for path, code, what in (*clashes_of_storage(at, stream.lake), *clashes_of_rules(at, stream)):
+                of_lake = clashes_of_storage(at, stream.lake, self._file.parent)
+                for path, code, what in (*of_lake, *clashes_of_rules(at, stream)):
                     self._note(path, what, code=code)
         if self._mistakes:
             raise config_error(self._file, list(self._mistakes.values()))

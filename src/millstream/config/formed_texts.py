@@ -56,7 +56,8 @@ WriterName = Annotated[str, _formed(r"[A-Za-z0-9_-]{1,63}", "1 to 63 of: letters
 SparkMaster = Annotated[
     str,
     _formed(
-        r"local(-cluster)?(\[.+\])?|yarn|(spark|k8s)://.+",
+        r"local(\[(\*|[1-9]\d*)( *, *\d+)?\])?|local-cluster\[\d+ *, *\d+ *, *\d+\]|yarn|k8s://.+"
+        r"|spark://[^\s,/]+:\d+(,[^\s,/]+:\d+)*",
         "local[*] or local[N], spark://host:port, yarn, or k8s://https://host:port",
     ),
 ]

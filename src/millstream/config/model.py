@@ -135,7 +135,7 @@ class LakeConfig(Section):
     location: str = Field(
         default="lake",
         min_length=1,
-        description="A folder, or the URL of an object store's prefix. A relative path starts at the home. The stream's "
+        description="A folder (not in the home's `data`), or the URL of an object store's prefix. A relative path starts at the home. The stream's "
         "tables are in a subfolder with the stream's name. For `postgres`: the address of a database, as libpq "
         "takes it (PostgreSQL 14 or newer; `current` needs 15). A variable in the place of the user or the "
         "password is escaped as the address requires. For `iceberg` with a catalog of type `rest` it may be left out: "

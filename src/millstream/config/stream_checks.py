@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from millstream.config.alerts_model import clashes_of_alerts
@@ -30,6 +31,8 @@ _NAME_BYTES_MAX: Final = 63
 def clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
     """Yield conflicts between valid settings, and mistakes that only other parts of the program can detect."""
     yield from _clashes_of_http(config.http)
+    if config.flight.listen == config.http.listen and not config.http.listen.endswith(":0"):
+        yield ("flight", "listen"), "is the address of [http] listen, too: name another port"
     yield from clashes_of_alerts(config.alerts)
     slots: dict[tuple[str, str], str] = {}
     for name, stream in config.streams.items():
@@ -385,6 +388,8 @@ def _clashes_of_iceberg(at: KeyPath, lake: LakeConfig, *, is_local: bool) -> Ite
         )
     if lake.catalog_type == "rest" and "uri" not in lake.catalog:
         yield (*at, "lake", "catalog", "type"), 'is "rest", which needs `uri`: the address of the catalog\'s server'
+    elif lake.catalog_type == "rest" and not _WEB.match(lake.catalog["uri"]):
+        yield (*at, "lake", "catalog", "uri"), f"must begin with {_SCHEMES}"
     if lake.catalog_type == "sql" and not is_local:
         yield (
             (*at, "lake", "catalog", "type"),
@@ -407,18 +412,23 @@ OPTIONS: Final = {
 """The options of each store in which tests put a lake, by the scheme of its addresses. A library would ignore a misspelt one."""
 
 
+_WEB: Final = re.compile(r"https?://")
+"""The beginning of a server's address."""
+_SCHEMES: Final = "https:// (or http://, without TLS)"
 _NAMED: Final = re.compile(r"\w+://[^/?#]")
 """An address with a bucket."""
 
 
-def clashes_of_storage(at: KeyPath, lake: LakeConfig) -> Iterator[Clash]:
-    """Yield each mistake of a stream's `lake.location` and `lake.storage_options`."""
+def clashes_of_storage(at: KeyPath, lake: LakeConfig, home: Path) -> Iterator[Clash]:
+    """Yield each mistake of a stream's `lake.location` and `lake.storage_options`; `home` is the home's folder."""
     if lake.format == "postgres":
         return
-    if (fault := fault_of_location(lake.location)) is not None:
+    if (fault := fault_of_location(lake.location, str(at[-1]), home)) is not None:
         yield ((*at, "lake", "location"), *fault)
         return
     scheme, separator, _ = lake.location.partition("://")
+    if not _WEB.match(lake.storage_options.get("AWS_ENDPOINT_URL", "https://")):
+        yield (*at, "lake", "storage_options", "AWS_ENDPOINT_URL"), "config", f"must begin with {_SCHEMES}"
     # The options may stay while a lake lies in a folder.
     allowed = OPTIONS[scheme] if separator else [name for names in OPTIONS.values() for name in names]
     for name in lake.storage_options:
@@ -431,8 +441,8 @@ def clashes_of_storage(at: KeyPath, lake: LakeConfig) -> Iterator[Clash]:
             )
 
 
-def fault_of_location(location: str) -> tuple[str, str] | None:
-    """Return why a lake of files can't lie there, as a code and a description; None if it can."""
+def fault_of_location(location: str, stream: str, home: Path) -> tuple[str, str] | None:
+    """Return why a stream's lake of files can't lie there, as a code and a description; None if it can."""
     scheme, separator, _ = location.partition("://")
     stores = " or ".join(f"{name}://bucket/folder" for name in OPTIONS)
     if separator and scheme not in OPTIONS:
@@ -440,6 +450,18 @@ def fault_of_location(location: str) -> tuple[str, str] | None:
         return "lake_scheme_unsupported", words
     if separator and not _NAMED.match(location):
         return "config", f"{location} names no bucket: write {stores}"
+    fault = None if separator else _fault_of_folder(location, stream, home)
+    return None if fault is None else ("config", fault)
+
+
+def _fault_of_folder(location: str, stream: str, home: Path) -> str | None:
+    """Return why the stream's tables can't lie in a folder: it isn't one, or they would lie among the home's own files."""
+    try:
+        tables, data = (home / Path(location).expanduser() / stream).resolve(), (home / "data").resolve()
+    except (RuntimeError, ValueError, OSError) as error:  # an unknown user's home, a character that no path has
+        return f"names no folder: {error}"
+    if tables.is_relative_to(data) or data.is_relative_to(tables):
+        return f"would put the tables into {tables}, among the log and the catalog in {data}: name another folder"
     return None
 
 

@@ -58,7 +58,7 @@ class LakeOfFiles:
             LakeError: nothing can land there.
         """
         if "://" not in self.layout.location:
-            make_folder(Path(self.layout.location))
+            make_folder(Path(self.layout.root))
 
     def last_cut(self) -> Cut | None:
         """Return the last cut; None before the first."""
