@@ -222,6 +222,9 @@ def test_an_exchange_that_asks_for_something_else_is_refused():
     for cut in range(len(request.command())):
         with pytest.raises((UsageError, ShipmentUnreadable)):
             FollowRequest.parse(request.command()[:cut])
+    endless = FollowRequest("web", float("inf"), hello_of()).command()  # type: ignore[arg-type] # JSON has it as Infinity
+    with pytest.raises(ShipmentUnreadable):
+        FollowRequest.parse(endless)
 
 
 def test_a_shipment_that_is_longer_than_it_says_is_unreadable(stage: FlightStage):

@@ -104,7 +104,7 @@ class FollowRequest:
             (length,) = _HEAD.unpack_from(rest)
             head = json.loads(bytes(rest[_HEAD.size : _HEAD.size + length]))
             stream, window_bytes = str(head["stream"]), int(head["window_bytes"])
-        except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (struct.error, ValueError, OverflowError, KeyError, TypeError, RecursionError) as error:
             raise ShipmentUnreadable(f"a follower's first message can't be read: {error}") from error
         hello = decode_message(rest[_HEAD.size + length :])
         if not isinstance(hello, Hello) or window_bytes < 1:
