@@ -17,6 +17,7 @@ from millstream.administration import rebuild
 from millstream.administration.doctor import _alerts
 from millstream.administration.initialize import make_home
 from millstream.administration.rebuild import forget_table
+from millstream.app.open_home import OpenHome
 from millstream.app.status import collect_status
 from millstream.app.table_requests import copy_table
 from millstream.capture.column_rules import rows_before_rules
@@ -270,3 +271,22 @@ def test_a_call_that_was_ended_at_any_step_is_completed_by_the_next(
         landed.catch_up()
         with millstream.open(landed.home.path) as home:
             assert home.query("FROM public.users").to_pylist() == [{"id": 2, "name": "Ben"}]
+
+
+def test_the_records_of_settled_dead_letters_leave_the_consumers_file(tmp_path: Path) -> None:
+    """A letter that was acknowledged wasn't listed any longer, and its record stayed in the file."""
+    (tmp_path / "millstream.toml").write_text('[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n')
+    home = Home(tmp_path)
+    with OpenHome(home) as opened:
+        opened.append("web", "users", {"id": 1, "name": SECRET})
+        consumers = opened.consumers("web")
+        consumers.create("mailer", start="earliest", max_deliver=1)
+        with opened.consume("web", "mailer", wait_s=10) as messages:
+            message = next(messages)
+            message.nack()
+            assert (len(consumers.dead("mailer")["dead"]), message.ack()) == (1, "acked")
+    assert values_in(home.data / "delivery") == ["web/consumers.log"]
+    with home.open_catalog() as catalog:
+        (users,) = catalog.tables(catalog.stream("web").id)
+    assert rebuild._drop_dead_letters(home, "web", users) == 0
+    assert values_in(home.data / "delivery") == []

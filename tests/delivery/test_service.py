@@ -372,6 +372,20 @@ def test_records_behind_a_message_in_flight_cost_bounded_memory(home: Home) -> N
         again.close()
 
 
+def test_the_records_of_a_removed_consumers_dead_letters_leave_its_file(home: Home) -> None:
+    """They are a person's data: they stayed until the file had grown by a megabyte, and no call could reach them."""
+    with OpenHome(home) as opened:
+        opened.append("web", "orders", {"id": 1, "name": "Ada Lovelace"})
+        consumers = opened.consumers("web")
+        consumers.create("mail", start="earliest", max_deliver=1)
+        with opened.consume("web", "mail", wait_s=10) as messages:
+            next(messages).nack()
+        file = home.delivery_folder("web") / LOG_NAME
+        assert b"Lovelace" in file.read_bytes()
+        consumers.delete("mail")
+        wait_for(lambda: b"Lovelace" not in file.read_bytes(), seconds=30)
+
+
 def test_an_answer_is_missing_nothing_that_was_written_before_its_request(home: Home) -> None:
     """Each second answer was empty: the reading that an earlier request had begun ended before the new record."""
     with OpenHome(home) as opened, home.open_catalog() as catalog:

@@ -177,8 +177,8 @@ def _drop_dead_letters(home: Home, stream: str, row: TableRow) -> int:
         for consumer in consumers.list():
             name = consumer["name"]
             ids = [one["id"] for one in dead_letters(consumers, name) if one["record"]["table"] == table]
-            if ids:
-                dropped += len(consumers.drop(name, ids)["results"])
+            # Also if there are none: those that were settled are in the consumers' file until a drop replaces it.
+            dropped += len(consumers.drop(name, ids)["results"])
     return dropped
 
 

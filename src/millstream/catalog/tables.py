@@ -198,12 +198,12 @@ class Tables(SchemaVersions):
             lock_stream(connection, stream)
             names = self._names(connection, stream)
             present: dict[str, list[Row[Any]]] = {}
-            for row in connection.execute(_present(stream)):
-                present.setdefault(_queried_as(row.namespace, row.name), []).append(row)
+            for other in connection.execute(_present(stream)):
+                present.setdefault(_queried_as(other.namespace, other.name), []).append(other)
             for (namespace, name), (shard, grow) in wanted.items():
                 alike = present.setdefault(_queried_as(namespace, name), [])
                 # A table that applications write stays theirs, even if the source has got one of its name since.
-                named = (row for row in alike if (row.source, row.namespace, row.name) == (0, namespace, name))
+                named = (one for one in alike if (one.source, one.namespace, one.name) == (0, namespace, name))
                 row = next(named, None)
                 if row is None:
                     _check_free(alike, namespace, name)

@@ -79,7 +79,8 @@ def misplaced_words_hint(error: click.UsageError, home_named: str | None) -> str
         root = context.find_root()
         for parameter in root.command.params:
             if error.option_name in parameter.opts and context is not root:
-                error.possibilities = []
+                if error.possibilities:
+                    error.possibilities.clear()
                 option = " ".join(filter(None, (error.option_name, parameter.metavar)))
                 path = context.command_path.removeprefix("millstream ")
                 return f"Put {error.option_name} before the command: millstream {option} {path}"

@@ -133,6 +133,8 @@ class Store:
         self._base = base
         """Size of the log after the last compaction."""
         self._is_dirty, self._is_closed = True, False  # a process that was killed may not have made the end durable
+        self._has_removed = False
+        """Whether the log still has a removed consumer, with its dead letters and its sink's secrets."""
         self._failure: OSError | None = None
         """The write or fsync that failed: an entry may be missing, and another fsync would not tell. No entry follows until
         `compact`: the machine's later changes build on the missing one."""
@@ -167,7 +169,9 @@ class Store:
             file.truncate(contents.end)
         except OSError as error:
             raise error_of_os(error) from error
-        return cls(folder, key, file, contents.end, contents.end), consumers
+        store = cls(folder, key, file, contents.end, contents.end)
+        store._has_removed = any(entry[0] == "remove" for entry in contents.entries)
+        return store, consumers
 
     def create(self, stored: Stored) -> None:
         """Note a new consumer, or another definition of one, durably."""
@@ -175,7 +179,8 @@ class Store:
         self.sync()
 
     def remove(self, name: str) -> None:
-        """Forget a consumer, durably."""
+        """Forget a consumer, durably. The log has its dead letters until `compact`."""
+        self._has_removed = True
         self._append(["remove", name])
         self.sync()
 
@@ -246,8 +251,9 @@ class Store:
 
     @property
     def wants_compaction(self) -> bool:
-        """Whether most of the log is history, or an entry may be missing."""
-        return self._failure is not None or self._size > max(_COMPACTED_BYTES_MIN, _GROWTH * self._base)
+        """Whether most of the log is history, it has a removed consumer, or an entry may be missing."""
+        is_due = self._failure is not None or self._has_removed
+        return is_due or self._size > max(_COMPACTED_BYTES_MIN, _GROWTH * self._base)
 
     def compact(self, consumers: Iterable[Stored]) -> None:
         """Replace the log by the present state of all consumers, durably."""
@@ -261,7 +267,7 @@ class Store:
             raise error_of_os(error) from error
         self._file.close()
         self._file, self._size, self._base = file, len(data), len(data)
-        self._is_dirty, self._failure = False, None
+        self._is_dirty, self._has_removed, self._failure = False, False, None
 
     def close(self) -> None:
         """Make everything durable, and close the log."""
