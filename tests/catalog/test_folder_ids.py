@@ -7,11 +7,15 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from millstream.catalog import Catalog, TableState
+from millstream.catalog.tables import Grow
+from millstream.errors import InvalidValue
 from millstream.lake.layout import folder_of
-from millstream.model.schema import TableSchema
+from millstream.model.ids import ShardId
+from millstream.model.schema import Column, TableSchema
 from millstream.testing.catalog import example_schema
 from millstream.testing.pytest_plugin import Database
 
@@ -110,3 +114,30 @@ def test_a_name_that_another_table_left_has_the_folder_that_it_had(tables: Table
     tables.enter(2, "people")
     assert tables.folder(3, "User") == before
     assert tables.folder(4, "USER").startswith("public.USER~t")
+
+
+def test_tables_of_one_call_are_made_all_or_none_and_see_each_others_names(tables: Tables) -> None:
+    catalog, stream = tables.catalog, tables.stream
+
+    def grow(newest: TableSchema) -> TableSchema:
+        return replace(newest, columns=(Column("id", pa.int64()),))
+
+    def fail(_: TableSchema) -> TableSchema:
+        raise InvalidValue("nothing fits")
+
+    def make(**grows: Grow) -> list[TableSchema]:
+        wanted = {("public", name): (ShardId(0), grows[name]) for name in grows}
+        return list(catalog.application_tables(stream, wanted).values())
+
+    with pytest.raises(InvalidValue, match="nothing fits"):
+        make(a=grow, b=fail)
+    with pytest.raises(InvalidValue, match="one name"):
+        make(a=grow, A=grow)
+    assert (catalog.tables(stream), catalog.schemas(stream)) == ([], {})
+    made = make(a=grow, b=grow)
+    assert [(schema.name, schema.version, folder_of(schema)) for schema in made] == [
+        ("a", 1, "public.a"),
+        ("b", 1, "public.b"),
+    ]
+    assert made == [catalog.application_schema(stream, "public", name) for name in "ab"]
+    assert make(b=grow, a=grow) == made[::-1], "a table that is as wanted stays as it is"

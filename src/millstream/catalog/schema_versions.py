@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 from sqlalchemy import Connection, Select, func, select, update
@@ -32,6 +32,10 @@ class NameOfTable(NamedTuple):
     """The schema itself, if applications write the table."""
 
 
+_NamesByCase: TypeAlias = dict[tuple[str, ...], list[NameOfTable]]
+"""The names of tables, by `_without_case`."""
+
+
 class SchemaVersions(CatalogPart):
     """The versions of tables' schemas, and their numbering."""
 
@@ -52,11 +56,16 @@ class SchemaVersions(CatalogPart):
                 raise UnknownTable(f"the stream has no table {schema.table_id}", table=schema.table_id)
             # Two processes with new schemas number them one after the other, and see each other's names.
             lock_stream(connection, stream)
-            return self._number(connection, stream, schema)
+            return self._number(connection, schema, self._names(connection, stream))
 
-    def _number(self, connection: Connection, stream: StreamId, schema: TableSchema) -> TableSchema:
-        """Number a schema and make it the table's newest. The caller has locked the stream."""
-        schema = replace(schema, folder_id=self._folder_id(connection, stream, schema))
+    def _number(self, connection: Connection, schema: TableSchema, names: _NamesByCase) -> TableSchema:
+        """Number a schema and make it the table's newest. The caller has locked the stream.
+
+        Args:
+            names: every name that the stream's tables have or had; gets the table's.
+        """
+        alike = names.setdefault(_without_case((schema.namespace, schema.name)), [])
+        schema = replace(schema, folder_id=_folder_id(alike, schema))
         fingerprint = fingerprint_of(schema)
         of_table = t.schema_versions.c.table_id == schema.table_id
         same = select(t.schema_versions.c.version).where(of_table, t.schema_versions.c.fingerprint == fingerprint)
@@ -76,31 +85,11 @@ class SchemaVersions(CatalogPart):
             )
         newest = update(t.tables).where(t.tables.c.id == schema.table_id, t.tables.c.schema_version != version)
         connection.execute(newest.values(schema_version=version))
-        return replace(schema, version=SchemaVersion(version))
+        numbered = replace(schema, version=SchemaVersion(version))
+        alike.append(_named(numbered))
+        return numbered
 
-    def _folder_id(self, connection: Connection, stream: StreamId, schema: TableSchema) -> TableId:
-        """Return the id that the name of the table's lake folder ends in; 0 if it bears the table's name alone.
-
-        A name keeps its folder: an earlier version of any table under this name decides. A new name ends in the table's id if it
-        differs by case alone from a name that any table has or had, because the folder of a former name keeps its records.
-        """
-        if schema.kind is TableKind.MESSAGES:
-            return TableId(0)
-        name = schema.namespace, schema.name
-        alike = [
-            known
-            for known in self._names(connection, stream)
-            if _without_case((known.namespace, known.name)) == _without_case(name)
-        ]
-        # The table's own first: it goes back to where its records are.
-        for known in sorted(
-            alike, key=lambda known: (known.table_id != schema.table_id, known.table_id, known.version)
-        ):
-            if (known.namespace, known.name) == name:
-                return known.folder_id
-        return schema.table_id if alike else TableId(0)
-
-    def _names(self, connection: Connection, stream: StreamId) -> list[NameOfTable]:
+    def _names(self, connection: Connection, stream: StreamId) -> _NamesByCase:
         """Return the name of every version of the stream's tables. A version never changes, so each is decoded once."""
         keys = select(t.schema_versions.c.table_id, t.schema_versions.c.version).join(t.tables)
         there = {tuple(key) for key in connection.execute(keys.where(t.tables.c.stream == str(stream)))}
@@ -109,7 +98,10 @@ class SchemaVersions(CatalogPart):
             blobs = select(t.schema_versions.c.arrow).where(t.schema_versions.c.table_id.in_(lacking))
             for known in map(name_of, connection.execute(blobs).scalars()):
                 self._known_names[known.table_id, known.version] = known
-        return [self._known_names[key] for key in there]
+        names: _NamesByCase = {}
+        for known in (self._known_names[key] for key in there):
+            names.setdefault(_without_case((known.namespace, known.name)), []).append(known)
+        return names
 
     def schemas(self, stream: StreamId) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
         """Return every version of every table's schema."""
@@ -155,6 +147,24 @@ class SchemaVersions(CatalogPart):
         query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream), *named)
         found = self._schemas(query.where(t.schema_versions.c.version == t.tables.c.schema_version))
         return found[0] if found else None
+
+
+def _folder_id(alike: list[NameOfTable], schema: TableSchema) -> TableId:
+    """Return the id that the name of the table's lake folder ends in; 0 if it bears the table's name alone.
+
+    A name keeps its folder: an earlier version of any table under this name decides. A new name ends in the table's id if it
+    differs by case alone from a name that any table has or had, because the folder of a former name keeps its records.
+
+    Args:
+        alike: the names that differ from the table's at most by case.
+    """
+    if schema.kind is TableKind.MESSAGES:
+        return TableId(0)
+    # The table's own first: it goes back to where its records are.
+    for known in sorted(alike, key=lambda known: (known.table_id != schema.table_id, known.table_id, known.version)):
+        if (known.namespace, known.name) == (schema.namespace, schema.name):
+            return known.folder_id
+    return schema.table_id if alike else TableId(0)
 
 
 def fingerprint_of(schema: TableSchema) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from uuid import UUID
 
 from sqlalchemy import Connection, Row, Select, select, update
@@ -19,6 +19,10 @@ from millstream.model.names import name_in_full, qualified_name, same_bare
 from millstream.model.schema import TableKind, TableSchema
 
 NAME_TAKEN: Final = "applications write a table of this name into the stream: rename the one at the source"
+
+
+Grow: TypeAlias = Callable[[TableSchema], TableSchema]
+"""Returns the wanted schema of a table; see `Tables.application_table`."""
 
 
 class Tables(SchemaVersions):
@@ -163,7 +167,7 @@ class Tables(SchemaVersions):
         name: str,
         *,
         shard: ShardId,
-        grow: Callable[[TableSchema], TableSchema],
+        grow: Grow,
     ) -> TableSchema:
         """Return the newest schema of a table that applications write, after `grow`.
 
@@ -177,34 +181,56 @@ class Tables(SchemaVersions):
             IngestError (`table_captured`): the name is a captured table's.
             InvalidValue: it differs from another table's name only in case.
         """
+        return self.application_tables(stream, {(namespace, name): (shard, grow)})[namespace, name]
+
+    def application_tables(
+        self, stream: StreamId, wanted: Mapping[tuple[str, str], tuple[ShardId, Grow]]
+    ) -> dict[tuple[str, str], TableSchema]:
+        """Return the newest schemas of tables, each as `application_table` does, in one transaction.
+
+        If it raises, no table is made or changed.
+
+        Args:
+            wanted: for each table, by schema and name, the shard that it gets if it is new, and `grow`.
+        """
+        schemas: dict[tuple[str, str], TableSchema] = {}
         with self._database.write() as connection:
             lock_stream(connection, stream)
-            # A table that applications write stays theirs, even if the source has got one of its name since.
-            row = _written(connection, stream, namespace, name)
-            if row is None:
-                _check_free(connection, stream, namespace, name)
-                row = self._insert_table(
-                    connection,
-                    stream,
-                    {
-                        "source": 0,
-                        "relation_oid": 0,
-                        "namespace": namespace,
-                        "name": name,
-                        "kind": TableKind.TABLE.value,
-                        "shard": shard,
-                        "state": TableState.STREAMING.value,
-                        "changed_us": now_us(),
-                    },
+            names = self._names(connection, stream)
+            present: dict[str, list[Row[Any]]] = {}
+            for had in connection.execute(_present(stream)):
+                present.setdefault(_queried_as(had.namespace, had.name), []).append(had)
+            for (namespace, name), (shard, grow) in wanted.items():
+                alike = present.setdefault(_queried_as(namespace, name), [])
+                # A table that applications write stays theirs, even if the source has got one of its name since.
+                named = (had for had in alike if (had.source, had.namespace, had.name) == (0, namespace, name))
+                row = next(named, None)
+                if row is None:
+                    _check_free(alike, namespace, name)
+                    row = self._insert_table(
+                        connection,
+                        stream,
+                        {
+                            "source": 0,
+                            "relation_oid": 0,
+                            "namespace": namespace,
+                            "name": name,
+                            "kind": TableKind.TABLE.value,
+                            "shard": shard,
+                            "state": TableState.STREAMING.value,
+                            "changed_us": now_us(),
+                        },
+                    )
+                    alike.append(row)
+                known = TableSchema(TableId(row.id), SchemaVersion(0), SourceId(0), namespace, name, ())
+                newest = select(t.schema_versions.c.arrow).where(
+                    t.schema_versions.c.table_id == row.id, t.schema_versions.c.version == row.schema_version
                 )
-            known = TableSchema(TableId(row.id), SchemaVersion(0), SourceId(0), namespace, name, ())
-            newest = select(t.schema_versions.c.arrow).where(
-                t.schema_versions.c.table_id == row.id, t.schema_versions.c.version == row.schema_version
-            )
-            for blob in connection.execute(newest).scalars():
-                known = schema_of(blob)
-            wanted = grow(known)
-            return known if wanted == known else self._number(connection, stream, wanted)
+                for blob in connection.execute(newest).scalars():
+                    known = schema_of(blob)
+                grown = grow(known)
+                schemas[namespace, name] = known if grown == known else self._number(connection, grown, names)
+        return schemas
 
     def _insert_table(self, connection: Connection, stream: StreamId, values: Mapping[str, Any]) -> Row[Any]:
         made = self._database.insert(t.tables).values({"stream": str(stream), **values})
@@ -226,19 +252,27 @@ def _written(connection: Connection, stream: StreamId, namespace: str, name: str
     return connection.execute(_present(stream).where(*named)).first()
 
 
-def _check_free(connection: Connection, stream: StreamId, namespace: str, name: str) -> None:
-    """Check that applications may create a table of that name; raise `table_captured` or `InvalidValue` if not."""
+def _queried_as(namespace: str, name: str) -> str:
+    """Return the name by which a query finds a table: two tables can't share it."""
+    return qualified_name(namespace, name).lower().replace('"', "")
+
+
+def _check_free(alike: Iterable[Row[Any]], namespace: str, name: str) -> None:
+    """Check that applications may create a table of that name; raise `table_captured` or `InvalidValue` if not.
+
+    Args:
+        alike: the stream's tables that a query would find by that name.
+    """
     mine = qualified_name(namespace, name)
-    for row in connection.execute(_present(stream)):
+    for row in alike:
         if (row.namespace, row.name) == (namespace, name):
             raise IngestError(f"{mine} is captured from PostgreSQL", code="table_captured", table=mine)
         other = qualified_name(row.namespace, row.name)
-        if other.lower().replace('"', "") == mine.lower().replace('"', ""):
-            raise InvalidValue(
-                f"tables {other} and {mine} would have one name in a query",
-                hint="Write to the existing table, or use another name.",
-                table=mine,
-            )
+        raise InvalidValue(
+            f"tables {other} and {mine} would have one name in a query",
+            hint="Write to the existing table, or use another name.",
+            table=mine,
+        )
 
 
 def table_row(row: Row[Any]) -> TableRow:

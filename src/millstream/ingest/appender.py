@@ -45,6 +45,7 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
+    from millstream.catalog.tables import Grow
     from millstream.ports import ApplicationLog
 
 _SMALL_BYTES: Final = 256 << 10
@@ -222,8 +223,13 @@ class Appender:
 
     def _grows(self, name: tuple[str, str], rows: pa.Table) -> bool:
         """Return whether rows make a table or columns, as far as this process knows."""
+        return self._ready(name, rows) is None
+
+    def _ready(self, name: tuple[str, str], rows: pa.Table) -> TableSchema | None:
+        """Return the schema of a table that holds rows as it is; None if this process knows none that does."""
         known = self._schemas.get(name)
-        return known is None or grown(known, rows.schema, self._rules.rules_of(*name)) is not known
+        is_ready = known is not None and grown(known, rows.schema, self._rules.rules_of(*name)) is known
+        return known if is_ready else None
 
     def _prepared(self, batch: AppendBatch) -> _Prepared:
         """Return a batch's operations; new tables and columns are durable in the catalog then.
@@ -398,11 +404,19 @@ class Appender:
         Unless all tables take their rows, none is made or extended.
         """
         own = [(parse_qualified_name(table.table), table.rows) for table in batch.tables]
-        several = [(name, rows) for name, rows in own if rows.num_rows]
-        if len(several) > 1 and any(self._grows(name, rows) for name, rows in several):
-            places = [self._checked(name, rows) for name, rows in several]
-            check_one_place(places, is_buffer=self._buffer is not None)
-        fits = [self._fit_table(name, rows) if rows.num_rows else None for name, rows in own]
+        filled = {name: rows for name, rows in own if rows.num_rows}
+        for name, rows in filled.items():
+            check_weights(qualified_name(*name), rows, self._rules.rules_of(*name).signals)
+        schemas = {name: ready for name, rows in filled.items() if (ready := self._ready(name, rows)) is not None}
+        if len(schemas) < len(filled):
+            if len(filled) > 1:
+                places = [self._checked(name, rows) for name, rows in filled.items()]
+                check_one_place(places, is_buffer=self._buffer is not None)
+            growing = {name: self._growth(name, rows) for name, rows in filled.items() if name not in schemas}
+            made = uninterruptible(lambda: self._catalog.application_tables(self._stream, growing))
+            self._schemas.update(made)
+            schemas |= made
+        fits = [_Fit.of(schemas[name], rows) if rows.num_rows else None for name, rows in own]
         size = sum(fitted_bytes(fit.schema, rows) for fit, (_, rows) in zip(fits, own, strict=True) if fit is not None)
         if size > FITTED_BYTES_MAX:
             raise too_large("the rows of its tables, in bytes,", size, FITTED_BYTES_MAX)
@@ -426,26 +440,18 @@ class Appender:
                 refused[at] = error
         return refused
 
-    def _fit_table(self, name: tuple[str, str], rows: pa.Table) -> _Fit:
-        """Return one table's part of `_fit`."""
+    def _growth(self, name: tuple[str, str], rows: pa.Table) -> tuple[ShardId, Grow]:
+        """Return what the catalog needs to make or extend a table for rows."""
+        rules = self._rules.rules_of(*name)
+
+        def grow(newest: TableSchema) -> TableSchema:
+            wanted = grown(newest, rows.schema, rules)
+            fit = _Fit.of(wanted, rows)  # rows that don't fit, or can't be placed, create no table and no column
+            self._rules.check_place(wanted, fit.rows([rows.num_rows]))
+            return wanted
+
         namespace, table = name
-        rules = self._rules.rules_of(namespace, table)
-        check_weights(qualified_name(namespace, table), rows, rules.signals)
-        shard = self._rules.home_shard(f"{namespace}.{table}")
-        known = self._schemas.get(name)
-        if known is None or grown(known, rows.schema, rules) is not known:
-
-            def grow(newest: TableSchema) -> TableSchema:
-                wanted = grown(newest, rows.schema, rules)
-                fit = _Fit.of(wanted, rows)  # rows that don't fit, or can't be placed, create no table and no column
-                self._rules.check_place(wanted, fit.rows([rows.num_rows]))
-                return wanted
-
-            known = uninterruptible(
-                lambda: self._catalog.application_table(self._stream, namespace, table, shard=shard, grow=grow)
-            )
-            self._schemas[name] = known
-        return _Fit.of(known, rows)
+        return self._rules.home_shard(f"{namespace}.{table}"), grow
 
     def _token(self, last: Seq, shown: Seq) -> StreamToken:
         if self._buffer is not None:
