@@ -90,6 +90,25 @@ def test_a_dead_master_fails_each_check_of_the_cluster(tmp_path: Path, monkeypat
     assert [(check["name"], check["ok"]) for check in as_checks(home, found)] == [(name, False) for name in CHECKS]
 
 
+@pytest.mark.parametrize(
+    ("master", "notes"),
+    [
+        ("yarn", ["master_untested", "cluster.encryption"]),
+        ("spark://10.0.0.1:7077", ["cluster.encryption"]),
+        ("spark://127.0.0.1:1", []),
+    ],
+)
+def test_what_is_untested_or_not_encrypted_about_a_cluster_is_noted_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, master: str, notes: list[str]
+) -> None:
+    (tmp_path / "millstream.toml").write_text(f'[streams.web]\n[spark]\nmaster = "{master}"\n')
+    monkeypatch.setattr(cluster, "cluster_facts", lambda *_: [])
+    monkeypatch.setattr(doctors, "_compiled", lambda *_: "there")
+    found = [one for one in examine(Home(tmp_path), lambda _line: None) if one.check == "spark" and not one.is_ok]
+    assert [one.code for one in found] == notes
+    assert not any(one.is_wrong for one in found)
+
+
 def test_a_catalog_that_is_down_says_nothing_about_the_store_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

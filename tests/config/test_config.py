@@ -66,6 +66,36 @@ def test_rules_are_for_a_table_that_is_named_exactly(tmp_path: Path, name: str) 
     assert "must name one table exactly" in error.message
 
 
+KEY = "source.hash_key = '0123456789abcdef'"
+
+
+@pytest.mark.parametrize(
+    ("before", "rules", "code", "line"),
+    [
+        ("source.dsn = 'x'", "hash = ['email']", "hash_key_missing", 4),
+        ("source.dsn = 'x'\nsource.hash_key = '0123456789abcde'", "hash = ['email']", "config", 3),
+        (f"source.dsn = 'x'\n{KEY}", "hash = ['email']\nredact = ['email']", "rule_clash", 6),
+        ("source.dsn = 'x'", "exclude = ['email']\nredact = ['email']", "rule_clash", 5),
+        ("source.dsn = 'x'\ntypes = {'public.users.age' = 'text'}", "redact = ['age']", "rule_clash", 5),
+        ("source.dsn = 'x'", "exclude = ['a']\n[streams.shop.tables.users]\nexclude = ['b']", "rule_clash", 5),
+        ("region = 0", "exclude = ['email']", "rule_not_captured", 3),
+        ("source.dsn = 'x'\nkeys = {'public.users' = ['id']}", "exclude = ['email']", "rule_not_captured", 4),
+    ],
+)
+def test_a_rule_that_the_file_alone_shows_to_be_wrong_has_a_code_of_its_own(
+    tmp_path: Path, before: str, rules: str, code: str, line: int
+) -> None:
+    error = mistake(tmp_path, f"[streams.shop]\n{before}\n[streams.shop.tables.'public.users']\n{rules}\n")
+    assert (error.code, error.details["line"]) == (code, line), error
+
+
+def test_a_column_can_be_hashed_if_its_source_has_a_key_that_is_long_enough(tmp_path: Path) -> None:
+    text = f"[streams.shop]\nsource.dsn = 'x'\n{KEY}\n[streams.shop.tables.'public.users']\nhash = ['email']\n"
+    assert load(tmp_path, text).config.streams["shop"].tables["public.users"].hash == ["email"]
+    (tmp_path / "millstream.toml").write_text(text.replace("0123456789abcdef", "${NOT_SET_ANYWHERE}"))
+    load_config(tmp_path / "millstream.toml", {}, needs_source=False)
+
+
 def test_a_delay_of_commit_groups_is_off_unless_it_is_asked_for_and_in_milliseconds(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD).config
     assert log_options(config.streams["shop"], config.replication).group_commit_delay_s == 0
