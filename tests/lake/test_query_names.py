@@ -15,6 +15,7 @@ from tests.lake.test_query import land
 
 from millstream.errors import InvalidQuery, LakeUnavailable, UnknownTable
 from millstream.lake.commit_cuts import commit_cut, last_cut
+from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
 from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout
@@ -104,7 +105,9 @@ def test_a_table_that_has_had_no_record_has_versions_where_others_have(
 ) -> None:
     keyless = replace(orders, table_id=TableId(8), name="bag", key=(), replica_identity=ReplicaIdentity.FULL)
     items = replace(orders, table_id=TableId(9), name="items")
-    known = [KnownTable(one.table_id, "public", one.name, one) for one in (keyless, items)]
+    columns = (Column("id", pa.int64(), number=1), Column("valid_from", pa.date32(), number=2))
+    prices = replace(orders, table_id=TableId(10), name="prices", columns=columns, key=("id", "valid_from"))
+    known = [KnownTable(one.table_id, "public", one.name, one) for one in (keyless, items, prices)]
     land(layout, 1, {orders: records(orders, ("c", 1, {"id": 1}))}, fold=True)
     with LakeSession(layout, known=lambda: known) as session, pytest.raises(InvalidQuery, match="no table scd2"):
         session.query('FROM scd2."public.items"')
@@ -113,6 +116,9 @@ def test_a_table_that_has_had_no_record_has_versions_where_others_have(
         assert session.query('FROM scd2."public.items"').num_rows == 0
         versions = session.query('FROM scd2."public.orders"')
         assert session.query('FROM scd2."public.items"').schema.names == versions.schema.names
+        names = session.query('FROM scd2."public.prices"').schema.names
+        assert names == ["id", "valid_from__2", *(column.name for column in VERSION_COLUMNS)]
+        assert session.query("FROM public.prices").schema.names == ["id", "valid_from"]
         with pytest.raises(InvalidQuery, match=r"no table scd2\.public\.bag") as caught:
             session.query('FROM scd2."public.bag"')
     assert caught.value.hint == "Only tables with a key have versions."

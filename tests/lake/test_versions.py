@@ -39,10 +39,9 @@ from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.lake.table_format import open_table
-from millstream.model.ids import SchemaVersion, StreamId, TableId
+from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema
-from millstream.testing.errors import coded
 
 TINY = FoldSizes(leaf_bytes=3_000, small_bytes=0, rows_max=4)
 
@@ -194,11 +193,43 @@ def test_a_table_made_again_goes_on_behind_the_one_that_bore_its_name(
     assert fold_into_versions(layout, orders, Seq(3)).commit.rows == 0
 
 
-def test_a_column_of_ours_in_the_table_is_an_error_by_name(layout: LakeLayout, orders: TableSchema, records: Records):
-    odd = replace(orders, columns=(*orders.columns, Column("Valid_From", pa.string())))
+@pytest.mark.parametrize(("source", "hint"), [(0, "Write to a table without"), (1, "Rename the column at the source")])
+def test_a_column_of_ours_without_a_number_is_an_error_by_name(
+    layout: LakeLayout, orders: TableSchema, records: Records, source: int, hint: str
+):
+    odd = replace(orders, source=SourceId(source), columns=(*orders.columns, Column("Valid_From", pa.string())))
     land(layout, odd, records(odd, ("c", 1, {"id": 1, **at(1)})), 1)
-    with pytest.raises(LakeError, check=coded("lake_schema_conflict"), match=r"column Valid_From of public\.orders"):
+    with pytest.raises(LakeError, match=r"column Valid_From of public\.orders") as caught:
         fold_into_versions(layout, odd, Seq(1))
+    assert (caught.value.code, caught.value.hint.startswith(hint)) == ("lake_schema_conflict", True)
+
+
+def test_columns_of_ours_have_their_numbers_in_versions_that_go_on_from_current(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    names = ("id", "valid_from", "Valid_To")
+    columns = tuple(Column(name, pa.int64(), number=number) for number, name in enumerate(names, 1))
+    prices = replace(orders, columns=columns, key=names[:2], identity=names[:2])
+    rows = (("c", n, {"id": n, "valid_from": 10 * n, "Valid_To": n, **at(1, n)}) for n in (1, 2))
+    land(layout, prices, records(prices, *rows), 2)
+    path, app = layout.table_path("history", prices), layout.app_id("history", prices.table_id)
+
+    def lose_history(n: int) -> None:
+        fold_table(layout, prices, Seq(n))
+        commit_cut(layout, Seq(n), [], committed_at=MIDNIGHT, commit_ts_max=MIDNIGHT + timedelta(seconds=n))
+        history = open_table(layout, path, app)
+        assert history is not None
+        history.set_properties({history_from_property(prices.table_id): str(n)})
+
+    lose_history(2)
+    fold_into_versions(layout, prices, Seq(2))
+    in_versions = ("id", "valid_from__2", "Valid_To__3", "is_current")
+    assert rows_in(layout, prices, *in_versions) == [(1, 10, 1, True), (2, 20, 2, True)]
+    land(layout, prices, records(prices, ("u", 3, {"id": 1, "valid_from": 10, "Valid_To": 7, **at(5)})), 3)
+    lose_history(3)
+    fold_into_versions(layout, prices, Seq(3))
+    both = [(1, 10, 1, False), (1, 10, 7, True), (2, 20, 2, True)]
+    assert rows_in(layout, prices, *in_versions) == both
 
 
 def test_where_history_lacks_its_beginning_versions_begin_as_current_has_them(

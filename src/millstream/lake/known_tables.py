@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from millstream.lake.column_conversion import history_prefix, lake_columns
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
+from millstream.lake.folded.version_columns import next_to_version_columns
 from millstream.lake.layout import has_current
 from millstream.model.ids import TableId
 from millstream.model.names import DEFAULT_SCHEMA, name_in_full, parse_qualified_name, qualified_name, quote, same_bare
@@ -52,6 +53,8 @@ def empty_views(
     if has_current(schema):
         views[known.namespace, known.name] = pa.schema(columns)
     if has_versions and schema.key:
+        schema = next_to_version_columns(schema) if schema.is_numbered else schema
+        columns = lake_columns(schema, types)
         key, rest = ([one for one in columns if (one.name in schema.key) is is_key] for is_key in (True, False))
         views["scd2", bare] = pa.schema([*key, *VERSION_COLUMNS, *rest])
     return {name: shape.empty_table() for name, shape in views.items()}

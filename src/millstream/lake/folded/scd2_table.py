@@ -13,7 +13,7 @@ that time; its past under other names makes no versions here. If history has los
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from shlex import quote
@@ -56,7 +56,7 @@ from millstream.lake.row_identity import Keys, having, key_codes
 from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.table_format import Commit, NewTable, OpenTable, create_table, format_of, open_table
-from millstream.model.column_renames import FilledNames, name_in_rows
+from millstream.model.column_renames import FilledNames, name_in_rows, under_names
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT
@@ -82,7 +82,7 @@ def fold_into_versions(
 
     Raises:
         LakeTableForeign: another program wrote into the versions or into history.
-        LakeError (`lake_schema_conflict`): a column of the table has the name of a version column.
+        LakeError (`lake_schema_conflict`): a column of the table has the name of a version column, and no number.
         LakeUnavailable: history isn't there yet, or can't be reached.
         LakeConflict: another task committed first; call again.
         LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
@@ -315,14 +315,19 @@ class _Fold:
         self.take_columns(current.n)
         return current, cut.commit_ts_max or cut.committed_at
 
+    def _rows_of(self, current: OpenTable) -> Iterator[pa.Table]:
+        """Yield the rows of `current` by file, in the columns of these versions and `__exact`."""
+        files, shape = TableFiles(self.layout, current.path), pa.schema([*self.columns, EXACT])
+        for leaf in Leaves(current, [name_in_rows(self.own.in_current, name) for name in self.schema.key]).files:
+            yield conform(under_names(files.read(leaf.path), self.own.in_current), shape)
+
     def _go_on_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
         """Commit `current`'s rows as a later copy, in place of lost records; it confirms or ends open versions."""
         current, began = self._current(gone)
         assert current.n is not None, "said above"
-        files = TableFiles(self.layout, current.path)
         shape = pa.schema([*self.columns, EXACT])
-        rows = [conform(files.read(leaf.path), shape) for leaf in Leaves(current, self.schema.key).files]
-        tail = copy_of(pa.concat_tables([shape.empty_table(), *rows]), self.stands or Seq(0), current.n, began)
+        rows = pa.concat_tables([shape.empty_table(), *self._rows_of(current)])
+        tail = copy_of(rows, self.stands or Seq(0), current.n, began)
         found = self.folded(tail, whole=True)
         exact = EXACT.name in current.schema().names
         return self._write(opened, self._open_leaves(opened), found, current.n, exact=exact)
@@ -331,16 +336,12 @@ class _Fold:
         """Make the first commit if history lacks its beginning: the rows of `current` as open versions."""
         current, began = self._current(gone)
         assert current.n is not None, "said above"
-        path = current.path
         have = current.schema()
         writer = self._writer(opened, exact=EXACT.name in have.names)
-        files = TableFiles(self.layout, path)
-        for leaf in Leaves(current, self.schema.key).files:
-            rows = conform(files.read(leaf.path), pa.schema([*self.columns, EXACT]))
-            rows = rows.append_column(VALID_FROM, pa.array([began] * rows.num_rows, INSTANT))
-            rows = rows.append_column(VALID_TO, pa.nulls(rows.num_rows, INSTANT))
-            rows = rows.append_column(BEGAN_BY, pa.array([int(current.n)] * rows.num_rows, pa.int64()))
-            writer.add(conform(rows, self._file_columns(exact=True)))
+        for rows in self._rows_of(current):
+            begun = rows.append_column(VALID_FROM, pa.array([began] * rows.num_rows, INSTANT))
+            begun = begun.append_column(BEGAN_BY, pa.array([int(current.n)] * rows.num_rows, pa.int64()))
+            writer.add(conform(begun, self._file_columns(exact=True)))
             writer.flush()
         clock = pc.cast(pa.scalar(began, INSTANT), pa.int64()).as_py()
         exact = EXACT.name in have.names

@@ -2,15 +2,17 @@
 
 A column is followed by its number in the source (`column_names`). So a renamed column has one column of versions, under
 its name at their position. A dropped column keeps its last name. If another column gets that name, the number is
-appended to the dropped one's: `price__4`. So it is with the values from before a type that can't hold them.
+appended to the dropped one's: `price__4`. So it is with the values from before a type that can't hold them, and with a
+column that has the name of a version column: `valid_from__4`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from shlex import quote
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import pyarrow as pa
 
@@ -25,11 +27,13 @@ from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable, format_of
-from millstream.model.column_renames import Filled, FilledNames
+from millstream.model.column_renames import Filled, FilledNames, Names
+from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.records import MONTH_COLUMN, PARTITION_OID, RECORD_COLUMNS
 from millstream.model.schema import Column, TableSchema
 
+_OURS: Final = frozenset(column.name for column in VERSION_COLUMNS)
 _Identity: TypeAlias = int | str
 """A column's number in the source; its name if no record shows its number."""
 _Had: TypeAlias = Sequence[tuple[Seq, Mapping[_Identity, Column]]]
@@ -44,8 +48,10 @@ class VersionColumns:
     """The table's schema there."""
     columns: pa.Schema
     """The table's own columns with dropped ones, in the lake's types; those of the key first, `__partition_oid` last."""
-    followed: TableSchema | None = None
+    followed: TableSchema | None
     """The schema with dropped columns; None if names find all values: no column was renamed, or added with a default."""
+    in_current: Names
+    """The names in `current` of columns that have others here."""
 
     def records(self, history: OpenTable, *, after: Seq, upto: Seq) -> pa.Table:
         """Return the table's records in `(after, upto]` for a fold, under these names, in any order."""
@@ -77,14 +83,16 @@ def version_columns(layout: LakeLayout, history: OpenTable, newest: TableSchema,
     """Return the columns of a table's versions at a position.
 
     Raises:
-        LakeError (`lake_schema_conflict`): a column has the name of a version column, or a type that doesn't hold the
-            values that it had under another name.
+        LakeError (`lake_schema_conflict`): a column has a type that doesn't hold the values that it had under another
+            name; or it has the name of a version column, and no number.
     """
-    schema = schema_at(history, newest, n)
+    at_source = schema_at(history, newest, n)
+    is_numbered = newest.is_numbered and at_source.is_numbered
+    schema = next_to_version_columns(at_source) if is_numbered else at_source
     names = [column for column in history.schema() if column.name not in {*RECORD_COLUMNS, MONTH_COLUMN}]
     followed, fields = schema, names
     had = _had(history, schema)
-    is_followed = newest.is_numbered and schema.is_numbered and _needs_numbers(had)
+    is_followed = is_numbered and _needs_numbers(had)
     if is_followed:
         held, live = _held(had, n), {column.number for column in schema.columns}
         dropped = [
@@ -96,12 +104,61 @@ def version_columns(layout: LakeLayout, history: OpenTable, newest: TableSchema,
         theirs = {name for _, columns in had for column in columns.values() for name in (column.name, column.apart)}
         others = [column for column in names if column.name not in theirs]
         fields = [*_types(layout, history, followed, had), *others]
+    if is_numbered:
+        fields = _with_those_of_others(history, schema.table_id, fields)
     _check_names(schema, fields)
     key = [field for name in schema.key for field in fields if field.name == name]
     rest = (field for field in fields if field.name not in schema.key)
     partition = [PARTITION_OID] if schema.partitioned else []
     columns = format_of(layout).stored_schema(pa.schema([*key, *rest, *partition]))
-    return VersionColumns(schema, columns, followed if is_followed else None)
+    in_current = {now: was for now, was in zip(schema.column_names, at_source.column_names, strict=True) if now != was}
+    return VersionColumns(schema, columns, followed if is_followed else None, in_current)
+
+
+def next_to_version_columns(schema: TableSchema) -> TableSchema:
+    """Return a numbered schema in which no column has the name of a version column; see the module."""
+    columns = _next_to_ours({column.number: column for column in schema.columns})
+    names = {column.name: columns[column.number].name for column in schema.columns}
+    return replace(
+        schema,
+        columns=tuple(columns.values()),
+        key=tuple(names[name] for name in schema.key),
+        identity=tuple(names.get(name, name) for name in schema.identity),
+    )
+
+
+def _with_those_of_others(history: OpenTable, table: TableId, fields: Sequence[pa.Field]) -> list[pa.Field]:
+    """Return a table's columns, and columns like `valid_to__3` of other tables that had its name."""
+    found = [one for one in fields if one.name.lower() not in _OURS]
+    taken, have = {one.name.lower() for one in found}, history.schema()
+    others = (era for _, era in Eras.of(history).told if era.table_id != table and era.is_numbered)
+    for era in others:
+        for column in next_to_version_columns(era).columns:
+            is_apart = column.name not in era.column_names and column.apart in have.names
+            if is_apart and column.name.lower() not in taken:
+                taken.add(column.name.lower())
+                found.append(have.field(column.apart).with_name(column.name))
+    return found
+
+
+def _next_to_ours(columns: Mapping[_Identity, Column]) -> dict[_Identity, Column]:
+    """Return columns; one that has the name of a version column gets its number appended."""
+    found, taken = dict[_Identity, Column](), {column.name.lower() for column in columns.values()}
+    for identity, column in columns.items():
+        name = column.name
+        if name.lower() in _OURS and isinstance(identity, int):
+            name = _with_number(name, identity, taken)
+            taken.add(name.lower())
+        found[identity] = column if name == column.name else replace(column, name=name, apart=column.in_history)
+    return found
+
+
+def _with_number(name: str, identity: _Identity, taken: AbstractSet[str]) -> str:
+    """Return a name with a column's number appended that isn't taken, in whatever case."""
+    name = f"{name}__{identity % LIVES if isinstance(identity, int) else identity}"
+    while name.lower() in taken:
+        name += "_"
+    return name
 
 
 def _had(history: OpenTable, schema: TableSchema) -> _Had:
@@ -109,7 +166,7 @@ def _had(history: OpenTable, schema: TableSchema) -> _Had:
     had = []
     for place, (start, era) in enumerate(eras):
         numbers = numbered(eras, place) or {}
-        had.append((start, {numbers.get(column.name, column.name): column for column in era.columns}))
+        had.append((start, _next_to_ours({numbers.get(column.name, column.name): column for column in era.columns})))
     return had
 
 
@@ -139,9 +196,7 @@ def _held(had: _Had, n: Seq) -> dict[_Identity, Column]:
             if identity in columns or (isinstance(identity, str) and name.lower() in taken):
                 continue
             if name.lower() in taken:
-                name = f"{name}__{identity % LIVES if isinstance(identity, int) else identity}"
-            while name.lower() in taken:
-                name += "_"
+                name = _with_number(name, identity, taken)
             taken.add(name.lower())
             gone[identity] = replace(column, name=name)
         held = {**columns, **gone}
@@ -177,14 +232,14 @@ def _types(layout: LakeLayout, history: OpenTable, followed: TableSchema, had: _
 
 
 def _check_names(schema: TableSchema, columns: Sequence[pa.Field]) -> None:
-    ours = {column.name for column in VERSION_COLUMNS}
-    clash = [column.name for column in columns if column.name.lower() in ours]
+    clash = [column.name for column in columns if column.name.lower() in _OURS]
     if clash:
         name = f"{schema.namespace}.{schema.name}"
+        step = "Rename the column at the source" if schema.source else "Write to a table without that column"
         raise LakeError(
             f"the column {clash[0]} of {name} has the name of a column that Millstream adds to versions",
             code="lake_schema_conflict",
-            hint="Rename the column at the source, or leave `scd2` out of the stream's views.",
+            hint=f"{step}, or leave `scd2` out of the stream's views.",
             table=name,
             column=clash[0],
         )
