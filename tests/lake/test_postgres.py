@@ -587,6 +587,7 @@ def test_a_table_of_somebody_elses_is_named_and_not_touched(
     error = done[table.table_id].error
     assert isinstance(error, LakeTableForeign)
     assert name in error.message
+    assert """`millstream tables retry 'sales."Orders"'`""" in error.hint, "the source's name, as a shell takes it"
     assert "schema_prefix" in error.hint
     assert done[other.table_id].error is None, "one bad table never blocks another"
     assert asked(f"SELECT * FROM {name}") == [(1, "x")]
@@ -604,6 +605,7 @@ def test_a_table_that_somebody_dropped_is_not_begun_anew_unsaid(
     error = landing(target, table, 2, records(table, ("c", 2, {"id": 2}))).error
     assert isinstance(error, LakeError)
     assert error.code == "lake_history_lost"
+    assert """then `millstream tables copy 'sales."Orders"'`""" in error.hint
     asked(error.hint.removeprefix("Run ").split(", then")[0])
     landed(target, table, 2, records(table, ("c", 2, {"id": 2})))
     assert asked(f"SELECT record_pk FROM {EVENTS}") == [("2",)]

@@ -475,7 +475,7 @@ def _alerts(home: Home) -> Iterator[Diagnosis]:
             f"tables of {stream}",
             "raw_values_kept",
             f"{table['name']}: {until_words(table['raw_values'])}",
-            fix=f"Lower retention_age if the values have to go earlier; `millstream tables copy {table['name']} --forget` deletes "
+            fix=f"Lower retention_age if the values have to go earlier; `millstream tables copy {shlex.quote(table['name'])} --forget` deletes "
             "them from the lake at once.",
             table=table["name"],
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from millstream.administration.rebuild import COPYING, await_outcome, failed_view, folded_views
@@ -82,7 +83,7 @@ def fold_tables(
                 held = copying[table_id].is_copy_held
                 raise UsageError(
                     f"{found.name} {'waits for a copy' if held else 'is being copied'}: its views are built once the copy is complete",
-                    hint=f"Run `millstream tables copy {found.name}` when the source can bear it."
+                    hint=f"Run `millstream tables copy {quote(found.name)}` when the source can bear it."
                     if held
                     else "`millstream tables` shows how far it is.",
                 )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from millstream.app.log_readers import open_reader
@@ -141,7 +142,7 @@ def forget_table(
     if config.lake.format == "postgres":
         raise UsageError(
             f"the lake of {name} is in PostgreSQL, where Millstream keeps no older rows of {table}",
-            hint=f"Delete them there, and run `millstream tables copy {table}`.",
+            hint=f"Delete them there, and run `millstream tables copy {quote(table)}`.",
         )
     # A second call would delete the rows of the first one's copy.
     with RoleLock.take(home.run_folder, "forget"), home.open_catalog() as catalog:
@@ -153,7 +154,9 @@ def forget_table(
                 hint="Run the command again when the copy is whole; `millstream tables` shows how far it is.",
             )
         # A copy that began before the files are gone would go with them.
-        copy_table(catalog, stream_id, table, held=f"its older records are deleted by `tables copy {table} --forget`")
+        copy_table(
+            catalog, stream_id, table, held=f"its older records are deleted by `tables copy {quote(table)} --forget`"
+        )
         views = ("history", "current", "scd2")
         place.rebuilds.ask(row.id, views, before_copy=True, erases=True)
         _await(place, views, say)

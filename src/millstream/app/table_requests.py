@@ -5,6 +5,7 @@ The running parts see them within seconds.
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from millstream.app.table_status import fold_failures_of, quarantine_of, shown_tables
@@ -86,7 +87,7 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str, *, held: str = ""
         # The copy's rows would be deleted with the older ones.
         raise UsageError(
             f"the older records of {table} are being deleted: its copy begins once they are gone",
-            hint=f"If the command that deletes them was ended, run it again: `millstream tables copy {table} --forget`.",
+            hint=f"If the command that deletes them was ended, run it again: `millstream tables copy {quote(table)} --forget`.",
         )
     states = [TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED, TableState.QUARANTINED]
     reason, details = held or "asked for by `tables copy`", {"cause": COPY_HELD} if held else None
@@ -137,5 +138,5 @@ def resume_table(catalog: Catalog, stream: StreamId, table: str) -> str:
 def _held(table: str, row: TableRow) -> UsageError:
     return UsageError(
         f"the copy of {table} is held, not paused: {row.reason}",
-        hint=f"Run `millstream tables copy {table}` when the source can bear it.",
+        hint=f"Run `millstream tables copy {quote(table)}` when the source can bear it.",
     )

@@ -7,6 +7,7 @@ be kept current: only inserts and truncates are captured, and the reason is in t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any, Final
 
 import structlog
@@ -56,7 +57,7 @@ def request_copy_again(
     amount = "its rows" if facts is None else _amount(facts)
     table = qualified_name(row.namespace, row.name)
     if held:
-        reason = f"{news}: {amount} wait for `millstream tables copy {table}`"
+        reason = f"{news}: {amount} wait for `millstream tables copy {quote(table)}`"
     else:
         reason = f"{news}: {amount} are copied again"
     copied = [TableState.STREAMING, TableState.COPYING]

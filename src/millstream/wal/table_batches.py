@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from shlex import quote
 from typing import Final
 
 import pyarrow as pa
@@ -94,7 +95,7 @@ def set_aside(
     return MillstreamError(
         f"records of {name} between {before} and {behind} weren't decoded: the table was quarantined when they came",
         code="table_quarantined",
-        hint=f"Run `millstream tables retry {name}` if it still is, and read on after {behind} to skip them.",
+        hint=f"Run `millstream tables retry {quote(name)}` if it still is, and read on after {behind} to skip them.",
         table=name,
         before=str(before),
         behind=str(behind),

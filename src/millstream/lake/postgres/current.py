@@ -106,9 +106,9 @@ def merge_current(
     if mixed:
         # Records with another key are copied again behind it.
         batches = batches[mixed[-1] + 1 :]
-    owner = _take_name(connection, target, place, holder, schema.table_id, live)
+    owner = _take_name(connection, target, place, holder, schema, live)
     relation = own_tables.relation_at(connection, place)
-    own_tables.check_owner(target, place, owner, relation)
+    own_tables.check_owner(target, place, schema.full_name, owner, relation)
     have: dict[str, str] = {} if relation is None else relation.columns
     wanted = column_types(connection, schema.columns)
     if schema.source == 0 and owner is not None:
@@ -192,13 +192,13 @@ def _take_name(
     target: PostgresTarget,
     place: own_tables.ViewPlace,
     holder: own_tables.Registered | None,
-    table_id: TableId,
+    schema: TableSchema,
     live: Collection[TableId],
 ) -> own_tables.Registered | None:
     """Rename a table to its current name, if it was renamed; another `holder` of that name is moved aside."""
-    if holder is not None and (holder.table_id == table_id or (holder.stream, holder.pipeline) != target.owner):
+    if holder is not None and (holder.table_id == schema.table_id or (holder.stream, holder.pipeline) != target.owner):
         return holder
-    ours = [r for r in own_tables.registered_of(connection, target, "current") if r.table_id == table_id]
+    ours = [r for r in own_tables.registered_of(connection, target, "current") if r.table_id == schema.table_id]
     if holder is not None:
         if TableId(holder.table_id) in live:
             # It was renamed too, and gets its own new name with its next record.
@@ -215,7 +215,8 @@ def _take_name(
     if not ours:
         return None
     if own_tables.relation_at(connection, place) is None:
-        own_tables.check_owner(target, ours[0].place, ours[0], own_tables.relation_at(connection, ours[0].place))
+        had, relation = ours[0].place, own_tables.relation_at(connection, ours[0].place)
+        own_tables.check_owner(target, had, schema.full_name, ours[0], relation)
         _rename(connection, ours[0].place, place)
     return own_tables.registered_at(connection, place)
 

@@ -97,7 +97,7 @@ def _ensured(connection: Connection, target: PostgresTarget, schema: TableSchema
     owner, relation = own_tables.registered_at(connection, place), own_tables.relation_at(connection, place)
     if owner is None and relation is not None and _is_first_layout(relation):
         return _bring_up(connection, target, place, int(schema.table_id), relation)
-    own_tables.check_owner(target, place, owner, relation)
+    own_tables.check_owner(target, place, schema.full_name, owner, relation)
     if owner is None:
         _create(connection, place)
         own_tables.register(connection, target, place, int(schema.table_id), layout=LAYOUT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from shlex import quote
 from typing import TYPE_CHECKING, Final
 
 import pyarrow.compute as pc
@@ -282,7 +283,7 @@ def _check_names(target: PostgresTarget, schema: TableSchema, batches: Sequence[
         raise LakeError(
             f"columns of {schema.full_name} were renamed without a copy, which {target.place} can't follow",
             code="lake_schema_conflict",
-            hint=f"Run `millstream tables copy {schema.full_name}`.",
+            hint=f"Run `millstream tables copy {quote(schema.full_name)}`.",
             table=schema.full_name,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import LakeError, LakeTableForeign
@@ -217,9 +218,12 @@ def relation_at(connection: Connection, place: ViewPlace) -> LandedRelation | No
 
 
 def check_owner(
-    target: PostgresTarget, place: ViewPlace, owner: Registered | None, relation: LandedRelation | None
+    target: PostgresTarget, place: ViewPlace, table: str, owner: Registered | None, relation: LandedRelation | None
 ) -> None:
     """Reject a relation that isn't this stream's, and a missing one that was.
+
+    Args:
+        table: the full name of the table that lands there.
 
     Raises:
         LakeTableForeign: something else has the name.
@@ -229,7 +233,7 @@ def check_owner(
     if owner is None and relation is not None:
         raise LakeTableForeign(
             f"{where} exists already and doesn't belong to this table",
-            hint=f"Rename or drop it there, then run `millstream tables retry {place.quoted}`; before the first run, "
+            hint=f"Rename or drop it there, then run `millstream tables retry {quote(table)}`; before the first run, "
             f"`schema_prefix` in [streams.{target.stream_name}.lake] gives all tables separate schemas.",
             table=place.quoted,
         )
@@ -244,7 +248,7 @@ def check_owner(
             f"{where} was created by Millstream and no longer exists",
             code="lake_history_lost",
             hint=f"Run DELETE FROM millstream_lake.tables WHERE (view, namespace, name) = ({', '.join(map(literal, (place.view, place.namespace, place.name)))}), "
-            "then `millstream tables copy`, to write the table again.",
+            f"then `millstream tables copy {quote(table)}`, to write the table again.",
             table=place.quoted,
         )
 

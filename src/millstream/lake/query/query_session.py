@@ -12,6 +12,7 @@ session opens.
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -417,7 +418,7 @@ class LakeSession(Closing):
                 except LakeTableForeign as error:
                     self._failures[name] = LakeTableForeign(
                         f"{name} can't be read: {error.message}",
-                        hint=f"Run `millstream pipeline rebuild {name}`, which moves that folder away and rebuilds the table.",
+                        hint=f"Run `millstream pipeline rebuild {shlex.quote(name)}`, which moves that folder away and rebuilds the table.",
                         table=name,
                         **error.details,
                     )
