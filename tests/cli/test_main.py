@@ -337,6 +337,8 @@ def test_config_show_names_the_origin_of_every_value(tmp_path: Path) -> None:
         (["slot", "drop", "web"], "millstream slot drop --stream web"),
         (["slot", "drop", "shop"], "millstream --home shop slot drop"),
         (["--home", "shop", "run", "web"], "Leave out web: run works on the whole home shop."),
+        (["wal", "ls", "--home", "shop"], "Put --home before the command: millstream --home DIR wal ls"),
+        (["status", "--debug"], "Put --debug before the command: millstream --debug status"),
         (["--home", "shop", "slot", "drop", "web"], "millstream --home shop slot drop --stream web"),
     ],
 )
@@ -350,6 +352,14 @@ def test_a_home_or_a_stream_behind_a_command_is_told_how_to_name_it(
     last = done.stderr.splitlines()[-1]
     assert last.startswith("  hint: ")
     assert last.endswith(hint)
+
+
+def test_a_word_that_can_name_no_stream_is_not_taken_for_one(tmp_path: Path) -> None:
+    make_home(tmp_path / "web", "[streams.web]\n")
+    done = here("--home", "web", "wal", "export", "rows.csv", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "unexpected extra argument (rows.csv)" in done.stderr
+    assert "--stream" not in done.stderr
 
 
 def test_a_hint_names_the_home_that_the_command_named(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import click
 
 from millstream.errors import UsageError
 from millstream.model.human_text import readable
+from millstream.model.ids import can_name_stream
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -68,9 +69,20 @@ class SuggestingGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def extra_words_hint(error: click.UsageError, home_named: str | None) -> str | None:
-    """Return the likely meaning of a word that a command doesn't take, a home or a stream; None for another `error`."""
+def misplaced_words_hint(error: click.UsageError, home_named: str | None) -> str | None:
+    """Return the likely meaning of a word or option that a command doesn't take: a home, a stream, an option of all commands.
+
+    None for another `error`.
+    """
     context = error.ctx
+    if isinstance(error, click.NoSuchOption) and context is not None:
+        root = context.find_root()
+        for parameter in root.command.params:
+            if error.option_name in parameter.opts and context is not root:
+                option = " ".join(filter(None, (error.option_name, parameter.metavar)))
+                path = context.command_path.removeprefix("millstream ")
+                return f"Put {error.option_name} before the command: millstream {option} {path}"
+        return None
     found = re.match(r"Got unexpected extra arguments? \((.+)\)", error.message)
     if context is None or found is None or context.parent is None:
         return None
@@ -80,6 +92,8 @@ def extra_words_hint(error: click.UsageError, home_named: str | None) -> str | N
     takes_stream = any("--stream" in parameter.opts for parameter in context.command.params)
     is_home = (Path(word) / "millstream.toml").is_file()
     if takes_stream and not is_home:
+        if not can_name_stream(word):
+            return None
         return f"Name a stream with an option: millstream {option}{path} --stream {word}"
     if home_named is not None:
         return f"Leave out {words}: {path} works on the whole home {home_named}."

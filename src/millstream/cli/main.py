@@ -16,7 +16,7 @@ import click
 from millstream.cli.context import (
     Invocation,
     SuggestingGroup,
-    extra_words_hint,
+    misplaced_words_hint,
     name_home,
     note,
     note_lines,
@@ -137,14 +137,16 @@ def _report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, click.Abort | KeyboardInterrupt):
         note("interrupted")
         return 130
+    if isinstance(error, click.UsageError):
+        invocation = error.ctx.find_object(Invocation) if error.ctx is not None else None
+        hint = misplaced_words_hint(error, invocation.home_named if invocation is not None else None)
+        # An error with a hint shows no similar option.
+        (error if hint is None else click.UsageError(error.message, error.ctx)).show(sys.stderr)
+        if hint:
+            note(f"  hint: {hint}")
+        return 2
     if isinstance(error, click.ClickException):
         error.show(sys.stderr)
-        if isinstance(error, click.UsageError):
-            invocation = error.ctx.find_object(Invocation) if error.ctx is not None else None
-            hint = extra_words_hint(error, invocation.home_named if invocation is not None else None)
-            if hint:
-                note(f"  hint: {hint}")
-            return 2
         return 1
     if isinstance(error, ModuleNotFoundError):
         error = _missing_extra(error)
