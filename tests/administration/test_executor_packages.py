@@ -48,9 +48,18 @@ def test_wheels_of_the_named_platform_are_packed_with_millstream(
         names = set(archive.getnames())
     plain = {name.lower().replace("-", "_") for name in packages}
     assert {f"{name}_of_there/__init__.py" for name in plain} | {f"{name}_library.so" for name in plain} <= names
-    assert "millstream/app/executor_packages.py" in names
+    assert "millstream/administration/executor_packages.py" in names
     assert "deltalake/__init__.py" not in names, "a package of this machine's platform is in it"
     with pytest.raises(UsageError, match="pip fetched no wheels for win_arm64") as caught:
         pack_executor_packages(tmp_path / "other.tar.gz", ["win_arm64"])
     assert "--platform" in caught.value.hint
     assert not (tmp_path / "other.tar.gz").exists()
+
+
+@pytest.mark.parametrize("name", ["packages.zip", "packages", "packages.tar.gz.old"])
+def test_an_archive_that_spark_would_not_unpack_is_not_made(tmp_path: Path, name: str) -> None:
+    """Spark unpacks by a file's name: executors had no packages, and said so much later."""
+    with pytest.raises(UsageError, match="Spark would unpack") as caught:
+        pack_executor_packages(tmp_path / name)
+    assert ".tar.gz" in caught.value.hint
+    assert not list(tmp_path.iterdir())
