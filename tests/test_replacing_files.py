@@ -59,6 +59,12 @@ def test_a_file_that_is_there_stays_if_it_may_not_be_replaced(tmp_path: Path):
     assert (path.read_bytes(), names(tmp_path)) == (b"first", ["object"])
 
 
+def test_an_error_names_the_file_that_was_to_be_written(tmp_path: Path):
+    with pytest.raises(FileNotFoundError) as caught:
+        replace_file(tmp_path / "none" / "facts.json", b"1")
+    assert caught.value.filename == str(tmp_path / "none" / "facts.json")
+
+
 def test_writers_at_once_leave_the_content_of_one_of_them(tmp_path: Path):
     path = tmp_path / "age.json"
     contents = {bytes([65 + number]) * 9000 for number in range(8)}

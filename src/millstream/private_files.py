@@ -99,6 +99,10 @@ def replacing(path: Path, *, private: bool = True, durable: bool = True, over: b
             fresh.replace(path)
         else:
             os.link(fresh, path)
+    except OSError as error:
+        if str(error.filename) == str(fresh):
+            error.filename = str(path)  # the name that the caller gave
+        raise
     finally:
         fresh.unlink(missing_ok=True)
     if durable:

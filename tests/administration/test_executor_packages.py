@@ -54,3 +54,12 @@ def test_wheels_of_the_named_platform_are_packed_with_millstream(
         pack_executor_packages(tmp_path / "other.tar.gz", ["win_arm64"])
     assert "--platform" in caught.value.hint
     assert not (tmp_path / "other.tar.gz").exists()
+
+
+@pytest.mark.parametrize("name", ["packages.zip", "packages", "packages.tar.gz.old"])
+def test_an_archive_that_spark_would_not_unpack_is_not_made(tmp_path: Path, name: str) -> None:
+    """Spark unpacks by a file's name: executors had no packages, and said so much later."""
+    with pytest.raises(UsageError, match="Spark would unpack") as caught:
+        pack_executor_packages(tmp_path / name)
+    assert ".tar.gz" in caught.value.hint
+    assert not list(tmp_path.iterdir())

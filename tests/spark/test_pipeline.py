@@ -27,9 +27,8 @@ from millstream.lake.folded.current_table import FoldSizes
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.spark.driver import run_pipeline
-from millstream.spark.executor_access import _said
 from millstream.spark.pipeline import PipelineProgress
-from millstream.spark.session import SparkOptions
+from millstream.spark.session import SparkOptions, without_stack
 
 pytestmark = pytest.mark.usefixtures("spark")
 
@@ -353,6 +352,26 @@ def test_a_table_that_cannot_be_written_is_told_of_while_it_is_tried_again(
         model.check(home.path)
 
 
+NO_START = """
+import sys
+from pathlib import Path
+from millstream.errors import EngineError
+from millstream.spark.session import SparkOptions, open_context
+try:
+    open_context(SparkOptions(Path(sys.argv[1]), master="local[x]"))
+except EngineError as error:
+    print(error.message)
+"""
+
+
+def test_a_spark_that_does_not_start_is_reported_without_its_stack(tmp_path: Path) -> None:
+    """The message was 40 lines of Java's stack, on a terminal and in `status`."""
+    ended = subprocess.run([sys.executable, "-c", NO_START, tmp_path], capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("Spark did not start on local[x]: ")
+    assert "Could not parse Master URL" in ended.stdout
+    assert len(ended.stdout.splitlines()) <= 2
+
+
 JVM_ENDS = """
 import sys
 from pathlib import Path
@@ -385,6 +404,6 @@ def test_a_jvm_that_is_killed_leaves_no_tracebacks_on_the_terminal(tmp_path: Pat
 
 def test_what_spark_says_is_told_without_its_plans_and_stacks() -> None:
     said = "Job aborted: a task failed 4 times\n\nDriver stacktrace:\n\tat org.apache.spark"
-    assert _said(RuntimeError(said)) == "Job aborted: a task failed 4 times"
-    assert _said(RuntimeError("no\n\nJVM stacktrace:\norg.apache")) == "no"
-    assert _said(RuntimeError()) == "RuntimeError"
+    assert without_stack(RuntimeError(said)) == "Job aborted: a task failed 4 times"
+    assert without_stack(RuntimeError("no\n\nJVM stacktrace:\norg.apache")) == "no"
+    assert without_stack(RuntimeError()) == "RuntimeError"

@@ -32,6 +32,7 @@ _IF_INSTALLED: Final = frozenset({"pyiceberg"})
 """Packages of the extra that a driver without them doesn't need in its executors: it can have no lake of that format."""
 _FOLDER: Final = "millstream-executor"
 """Name of the folder into which Spark unpacks the archive, in each executor's working folder."""
+_SUFFIXES: Final = (".tar.gz", ".tgz")
 _OWN: Final = ("millstream", "pyspark_millstream")
 _UNUSED: Final = re.compile(r"(^|/)(__pycache__|tests|include)/|\.(pyc|pyx|pxd|h)$")
 """Files that no program imports."""
@@ -66,11 +67,17 @@ def pack_executor_packages(file: Path, platforms: Sequence[str] = ()) -> PackedP
             Empty: this machine's.
 
     Raises:
+        UsageError: the file's name isn't that of a compressed tar archive; Spark unpacks by the name.
         UsageError (`missing_extra`): a package of the extra isn't installed here.
         UsageError: pip finds no wheel of a package for the platform.
         OSError: the file can't be written.
     """
     file = file.absolute()
+    if not file.name.endswith(_SUFFIXES):
+        raise UsageError(
+            f"{file.name} isn't the name of an archive that Spark would unpack as one",
+            hint=f"End it in {' or '.join(_SUFFIXES)}.",
+        )
     found = list(_distributions())
     with (
         replacing(file, private=False, durable=False) as target,

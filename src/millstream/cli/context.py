@@ -72,15 +72,13 @@ class SuggestingGroup(click.Group):
 def misplaced_words_hint(error: click.UsageError, home_named: str | None) -> str | None:
     """Return the likely meaning of a word or option that a command doesn't take: a home, a stream, an option of all commands.
 
-    None for another `error`. An option of all commands is no typo, so the error's own suggestion is removed.
+    None for another `error`.
     """
     context = error.ctx
     if isinstance(error, click.NoSuchOption) and context is not None:
         root = context.find_root()
         for parameter in root.command.params:
             if error.option_name in parameter.opts and context is not root:
-                if error.possibilities:
-                    error.possibilities.clear()
                 option = " ".join(filter(None, (error.option_name, parameter.metavar)))
                 path = context.command_path.removeprefix("millstream ")
                 return f"Put {error.option_name} before the command: millstream {option} {path}"

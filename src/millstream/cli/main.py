@@ -140,7 +140,8 @@ def _report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, click.UsageError):
         invocation = error.ctx.find_object(Invocation) if error.ctx is not None else None
         hint = misplaced_words_hint(error, invocation.home_named if invocation is not None else None)
-        error.show(sys.stderr)
+        # An error with a hint shows no similar option.
+        (error if hint is None else click.UsageError(error.message, error.ctx)).show(sys.stderr)
         if hint:
             note(f"  hint: {hint}")
         return 2

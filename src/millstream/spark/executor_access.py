@@ -28,6 +28,7 @@ from millstream.model.access import Right, Rights
 from millstream.private_files import make_folder
 from millstream.spark.jobs import run_job
 from millstream.spark.probes import LakeProbe, LogProbe, read_log, write_lake
+from millstream.spark.session import without_stack
 from millstream.wal.flight_log import FlightLog
 from millstream.wal.reader import StreamReader
 from millstream.workers import Worker
@@ -223,14 +224,7 @@ def _first(errors: Sequence[MillstreamError | None]) -> MillstreamError | None:
     return next((error for error in errors if error is not None), None)
 
 
-_DUMP: Final = re.compile(r"\n*(JVM stacktrace:|Driver stacktrace:)|\n\s+at ")
 _GIVEN_UP: Final = re.compile("stopped SparkContext|SparkContext was shut down|masters are unresponsive")
-
-
-def _said(error: BaseException) -> str:
-    """Return an error's message without Java's stack, which is in Spark's own log."""
-    said = _DUMP.split(str(error), maxsplit=1)[0].strip()
-    return said or type(error).__name__
 
 
 _NO_PACKAGE: Final = re.compile(r"No module named '(\w+)'")
@@ -246,7 +240,9 @@ def translated(error: BaseException, hint: str) -> MillstreamError:
         return error
     said = str(error)
     if "PYTHON_VERSION_MISMATCH" in said:
-        return EngineError(f"executors have another Python than the driver: {_said(error)}", code="executor_version")
+        return EngineError(
+            f"executors have another Python than the driver: {without_stack(error)}", code="executor_version"
+        )
     if (missing := _NO_PACKAGE.search(said)) is not None:
         return EngineError(f"an executor's Python lacks the package {missing[1]}", code="executor_version")
-    return EngineError(f"Spark failed: {_said(error)}", hint=hint)
+    return EngineError(f"Spark failed: {without_stack(error)}", hint=hint)

@@ -36,6 +36,7 @@ from millstream.spark.fold_schedule import SMALL_BYTES, FoldHistory, fold_is_due
 from millstream.spark.jobs import run_job
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTable, PipelineTables
+from millstream.spark.session import without_stack
 from millstream.spark.table_maintenance import TableMaintenance
 from millstream.spark.table_views import CutByTable, TableViews
 from millstream.workers import Worker
@@ -126,7 +127,7 @@ class FoldThread:
             except (Py4JError, PySparkException) as error:
                 failures += 1
                 if failures >= _FAILED_JOBS_MAX:
-                    raise EngineError(f"folding fails again and again: {error}") from error
+                    raise EngineError(f"folding fails again and again: {without_stack(error)}") from error
                 continue
             after = self._reached()
             # A table with very many records needs several folds.

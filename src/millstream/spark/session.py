@@ -33,6 +33,7 @@ from millstream.spark.unzipped_pyspark import without_zipped_modules
 
 _TASK_FAILURES_MAX: Final = 4
 """Spark's own default, except on a local master, where it is 1."""
+_STACK: Final = re.compile(r"\n*(JVM stacktrace:|Driver stacktrace:)|\n\s+at ")
 _LOG4J: Final = """\
 status = error
 rootLogger.level = warn
@@ -103,10 +104,15 @@ def open_context(options: SparkOptions) -> SparkContext:
         return context
     except (PySparkException, Py4JError, OSError, RuntimeError) as error:
         raise EngineError(
-            f"Spark did not start on {options.master}: {error}",
+            f"Spark did not start on {options.master}: {without_stack(error)}",
             hint=f"Read {work_dir / 'spark.out'} and spark.log next to it.",
             master=options.master,
         ) from error
+
+
+def without_stack(error: BaseException) -> str:
+    """Return an error's message without Java's stack, which is in Spark's own log."""
+    return _STACK.split(str(error), maxsplit=1)[0].strip() or type(error).__name__
 
 
 @contextlib.contextmanager
