@@ -386,6 +386,20 @@ def test_the_records_of_a_removed_consumers_dead_letters_leave_its_file(home: Ho
         wait_for(lambda: b"Lovelace" not in file.read_bytes(), seconds=30)
 
 
+@pytest.mark.parametrize("kind", ["changes", "latest"])
+def test_an_answer_is_bounded_in_bytes_and_not_in_characters(home: Home, kind: str) -> None:
+    with OpenHome(home) as opened, home.open_catalog() as catalog:
+        for n in range(4):
+            opened.append("web", "orders", {"id": n, "note": "漢" * (1 << 20)})  # 3 MiB
+        consumers = StreamConsumers(surroundings(home, catalog, "web"))
+        consumers.call("create", None, {"name": "search", "start": "earliest", "kind": kind})
+        for _ in range(2):
+            messages = consumers.call("receive", "search", {}).body["messages"]
+            sizes = [len(message["record"].encode()) for message in messages]
+            assert (len(sizes), sum(sizes) <= 8 << 20) == (2, True)
+        consumers.close()
+
+
 def test_an_answer_is_missing_nothing_that_was_written_before_its_request(home: Home) -> None:
     """Each second answer was empty: the reading that an earlier request had begun ended before the new record."""
     with OpenHome(home) as opened, home.open_catalog() as catalog:

@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.backfill.rows import Row, Rows
 from millstream.delivery.definition import Definition
-from millstream.delivery.records.record_messages import Origin
+from millstream.delivery.records.record_messages import Origin, size_of
 from millstream.protocol.delivery import (
     Consumer,
     Delivery,
@@ -147,7 +147,9 @@ class Backfill:
         groups = (row.group,) if self._holds_groups and row.group is not None else ()
         origin = Origin(id_ if row.group is None else row.group, row.record)
         position = position_of(row.number + 1)
-        return Message(position, row.number, id_, groups, row.table, barrier=False, size=len(row.record), origin=origin)
+        return Message(
+            position, row.number, id_, groups, row.table, barrier=False, size=size_of(row.record), origin=origin
+        )
 
     def close(self) -> None:
         """Close the file of rows."""

@@ -39,6 +39,11 @@ class Origin(NamedTuple):
     """With kind `latest`: the table's schema when the record was made."""
 
 
+def size_of(record: str) -> int:
+    """Return the size in bytes of a record as JSON."""
+    return len(record) if record.isascii() else len(record.encode())
+
+
 def record_of(origin: Origin) -> str:
     """Return a message's record as JSON."""
     logged = origin.logged
@@ -81,7 +86,7 @@ def merged(known: KnownRow, newer: Message, origin: Origin, chosen_names: Mappin
         moved = [chosen_names[name] for name in moved if name in chosen_names]
     whole = completed(known.record, Newest(record_of(origin), origin.update, origin.is_partial), moved)
     told = Origin(origin.group, whole.record, origin.committed_us, *whole[1:], schema=origin.schema)
-    return newer._replace(size=len(whole.record), origin=told)
+    return newer._replace(size=size_of(whole.record), origin=told)
 
 
 def chosen(facts: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
@@ -105,7 +110,9 @@ def newest_messages(
     if line.facts["op"] in BARRIERS:
         record = _json(line.facts, definition, line.schema)
         leaf = line.facts["partition_oid"] if line.facts["op"] == _LEFT else None
-        told = Message(0, 0, id_, (), table, True, len(record), Origin(None, record, moment), truncates=True, leaf=leaf)
+        told = Message(
+            0, 0, id_, (), table, True, size_of(record), Origin(None, record, moment), truncates=True, leaf=leaf
+        )
         return told, None
     states = states_of(line.facts, line.schema.key, groups, is_gone=is_gone)
     first, *rest = (_state_message(state, id_, line.schema, moment, definition) for state in states)
@@ -121,7 +128,7 @@ def _state_message(
     origin = Origin(state.group, record, moment, update, is_partial, schema=schema)
     own_id = f"{id_}{OLD}" if state.is_old else id_
     table, leaf = int(schema.table_id), state.facts.get("partition_oid")
-    return Message(0, 0, own_id, (state.group,), table, barrier=False, size=len(record), origin=origin, leaf=leaf)
+    return Message(0, 0, own_id, (state.group,), table, barrier=False, size=size_of(record), origin=origin, leaf=leaf)
 
 
 def _json(facts: Mapping[str, Any], definition: Definition, schema: TableSchema) -> str:

@@ -25,7 +25,7 @@ from millstream.delivery.records.gathered_frames import PIECE_FRAMES, PIECE_ROWS
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.large_groups import LargeGroup, LargeGroups
 from millstream.delivery.records.latest import OLD
-from millstream.delivery.records.record_messages import BARRIERS, KnownRow, Origin, newest_messages, row_of
+from millstream.delivery.records.record_messages import BARRIERS, KnownRow, Origin, newest_messages, row_of, size_of
 from millstream.delivery.records.record_texts import record_texts
 from millstream.delivery.records.where_filter import selected
 from millstream.delivery.sinks import LoggedRow
@@ -466,7 +466,7 @@ class ConsumerReader:
             logged = map(_as_row, zip(repeat(schema), repeat(batch), range(count), repeat(texts_of), strict=False))
         if definition.needs_texts:
             known = texts_of(batch)
-            texts, sizes = known, map(len, known)
+            texts, sizes = known, map(size_of, known)
         names = [own[0] if own else None for own in groups]
         constants = repeat(None), repeat(False)
         origins = map(_as_origin, zip(names, texts, moments, *constants, logged, repeat(None), strict=False))
