@@ -128,6 +128,7 @@ class MemoryRegion(MemoryHome):
         """Hybrid time of each record of this region's log, by its number."""
         self.fail_next_merge = False
         """Whether the next merge fails, as if another region's rows were too old."""
+        self.merges = 0
 
     def append(self, name: str, batch: pa.RecordBatch) -> None:
         first = self.end + 1
@@ -162,6 +163,7 @@ class MemoryRegion(MemoryHome):
 
     def merged(self, _stream: str, table: str) -> pa.Table:
         """Return the merged hides as Millstream merges a column of kind `hide`: hidden unless lifted later."""
+        self.merges += 1
         if self.fail_next_merge:
             self.fail_next_merge = False
             raise ReplicationError("another region's rows are too old", code="replica_too_stale")

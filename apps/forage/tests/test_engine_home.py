@@ -109,6 +109,25 @@ def test_a_log_whose_beginning_is_gone_serves_nothing(tmp_path: Path):
         ForageEngine.open(home)
 
 
+@pytest.mark.parametrize(
+    ("removed", "lacks"),
+    [
+        ('retention_age = "36500d"\n', "lacks log.retention_age\\n"),
+        ('"public.hides" = ["user", "target", "value"]\n', 'lacks keys."public.hides"\\n'),
+        ('hidden = "hide"\n', 'lacks merge."public.hides"\\n'),
+    ],
+)
+def test_a_configuration_under_which_hidden_items_could_show_again_is_refused(removed: str, lacks: str, tmp_path: Path):
+    """Written by hand for a second region: the log was dropped after a week, or the regions' hides couldn't merge."""
+    config = home_config(2)
+    assert removed in config
+    (tmp_path / "millstream.toml").write_text(config.replace(removed, ""))
+    with pytest.raises(HomeUnusable, match=lacks):
+        ForageEngine.open(tmp_path)
+    (tmp_path / "millstream.toml").write_text(config.replace("36500d", "400d").replace('"public.', '"'))
+    ForageEngine.open(tmp_path).close()
+
+
 def test_a_homes_region_is_in_its_configuration():
     assert region_of(home_config()) == 0
     assert region_of(home_config(3)) == 3

@@ -56,8 +56,8 @@ class Column:
 
 
 _STEP_MAX: Final = 1 << 32
-"""The most by which an id exceeds the greatest one below it, unless another program wrote it. Such an id doesn't move the
-ids that a region hands out: after its last comes another region's first."""
+"""The greatest step between two ids of a region. An id after a greater step was written by another program, and the region
+doesn't continue from it: that could use up its ids."""
 
 
 class Ids(Column):

@@ -2,7 +2,7 @@
 
 A process of its own reads the log and folds it. It appends nothing, so it works while a server has the home.
 
-If the home follows other regions, their logs are read too: first the own log, then the others by region. So a signal is
+If the home follows other regions, their logs are read too: first this region's log, then the others by region. So a signal is
 there wherever its impression was shown, and counts once over all regions.
 """
 

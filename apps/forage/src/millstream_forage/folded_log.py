@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream import AppendedTables, OpenHome, StreamToken
 from millstream.errors import (
@@ -39,7 +40,7 @@ class FoldedLog:
     """A home's log with its state. One caller at a time."""
 
     def __init__(self, home: OpenHome, regions: Iterable[int] = ()) -> None:
-        """Fold the logs, and begin the own one if there is none.
+        """Fold the logs, and begin this region's if there is none.
 
         Args:
             regions: the other regions that the home follows. A log that hasn't come yet is waited for.
@@ -58,11 +59,11 @@ class FoldedLog:
         self._closed = False
         self.state: Final = State()
         self.at: StreamToken = home.append_all(STREAM, {}).token
-        """The token up to which the own log is folded."""
-        # As `at`, for the logs of other regions.
+        """The token up to which this region's log is folded."""
+        # The same for the logs of other regions, by their names.
         self._others_at: dict[str, StreamToken] = {}
-        # Whether records of `hides` came since they were last merged. If a call fails in between, the next one merges them.
-        self._has_new_hides = False
+        # Whether records of `hides` came that have to be merged. If a call fails before it has done so, the next one does.
+        self._has_hides_to_merge = False
         self._fold_everything()
 
     @property
@@ -96,9 +97,9 @@ class FoldedLog:
             self._fold_upto(token)
         for name, end in self._news():
             self._fold_other(name, end)
-        if self._has_new_hides and self._others_at:
+        if self._has_hides_to_merge and self._others_at:
             self.state.replace_hides(self._merged_hides(), int(self.at.minimum))
-        self._has_new_hides = False
+        self._has_hides_to_merge = False
 
     def append(self, rows: Mapping[str, list[dict[str, Any]]]) -> None:
         """Append rows of several tables as one operation, and fold them once they are durable.
@@ -144,7 +145,8 @@ class FoldedLog:
 
     def _fold(self, table: str, batch: pa.RecordBatch) -> None:
         """Fold records. After a failure the state has a part of them: nothing is answered from it."""
-        self._has_new_hides |= table == "hides"
+        # A new hide is later than all records that this region has, so the fold alone is right. A lifted target may stay hidden.
+        self._has_hides_to_merge |= table == "hides" and not pc.all(batch["hidden"]).as_py()
         try:
             self.state.apply(table, batch)
         except BaseException:
@@ -170,7 +172,7 @@ class FoldedLog:
             records = usable(table, batch)
             check_region(records, name)
             if table == "hides":
-                self._has_new_hides = True
+                self._has_hides_to_merge = True
             else:
                 self._fold(table, foreign(records, int(self.at.minimum)))
         self._others_at[name] = token
@@ -248,7 +250,7 @@ def beginning(token: StreamToken) -> str:
 
 
 def foreign(batch: pa.RecordBatch, seq: int = 0) -> pa.RecordBatch:
-    """Return another region's records with a number of the own log: the newest when they came, if that is known."""
+    """Return another region's records under a number of this region's log: its newest when they came, 0 if that isn't known."""
     at = batch.schema.get_field_index("__seq")
     return batch.set_column(at, batch.schema.field(at), pa.array(np.full(batch.num_rows, seq, np.int64)))
 

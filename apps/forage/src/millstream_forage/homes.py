@@ -12,7 +12,7 @@ import millstream
 from millstream import OpenHome
 from millstream.errors import HomeBusy
 from millstream_forage.errors import ForageError
-from millstream_forage.tables import REGION_MAX, STREAM, has_stream, home_config, region_of
+from millstream_forage.tables import REGION_MAX, STREAM, has_stream, home_config, lacking, region_of
 
 CONFIG_FILE: Final = "millstream.toml"
 LOCK_FILE: Final = "forage.lock"
@@ -40,7 +40,8 @@ def opened_home(folder: Path, held: ExitStack) -> OpenHome:
 
     Raises:
         HomeBusy: another process has it.
-        HomeUnusable: the folder can't be made, written or read, or its region is above `REGION_MAX`.
+        HomeUnusable: the folder can't be made, written or read, its configuration lacks settings of `home_config`, or its
+            region is above `REGION_MAX`.
         NotForagesHome: the folder is another home.
         MillstreamError: the home can't be opened.
     """
@@ -58,6 +59,11 @@ def opened_home(folder: Path, held: ExitStack) -> OpenHome:
         raise HomeUnusable(f"{folder / CONFIG_FILE} can't be read: {error}", hint="Correct the file.") from error
     if not is_ours:
         raise NotForagesHome(f"{folder} is a home without the stream {STREAM}")
+    if lacks := lacking(text):
+        raise HomeUnusable(
+            f"{config}: [streams.{STREAM}] lacks {', '.join(lacks)}",
+            hint="Begin with the configuration that `millstream_forage.tables.home_config` returns.",
+        )
     if region_of(text) > REGION_MAX:
         raise HomeUnusable(
             f"{config}: region {region_of(text)} is too great for ids that every JSON reader keeps exactly",

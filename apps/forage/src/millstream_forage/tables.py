@@ -149,6 +149,24 @@ def has_stream(config: str) -> bool:
     return STREAM in tomllib.loads(config).get("streams", {})
 
 
+def lacking(config: str) -> list[str]:
+    """Return the settings of `home_config` that a home's configuration of the stream lacks.
+
+    Without its merge and keys, regions couldn't merge what users hide. How long the log is kept may be set otherwise, but
+    not be left to the default, which drops it after days.
+    """
+    found, wanted = (tomllib.loads(text)["streams"][STREAM] for text in (config, home_config()))
+    lacks = [f"log.{name}" for name in wanted["log"] if name not in found.get("log", {})]
+    for section in ("keys", "merge"):
+        tables = {name.removeprefix("public."): of for name, of in found.get(section, {}).items()}
+        lacks += [
+            f'{section}."{name}"'
+            for name, of in wanted[section].items()
+            if tables.get(name.removeprefix("public.")) != of
+        ]
+    return lacks
+
+
 def region_of(config: str) -> int:
     """Return the region's number in a home's configuration."""
     stream: dict[str, Any] = tomllib.loads(config).get("streams", {}).get(STREAM, {})
