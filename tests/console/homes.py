@@ -16,7 +16,7 @@ from tests.app.homes import make_home
 
 from millstream.app.open_home import OpenHome
 from millstream.console.routes import Console
-from millstream.console.shared_status import USUAL, Timing
+from millstream.console.shared_status import Timing
 from millstream.home.home import Home
 from millstream.model.access import Rights
 from millstream.model.replication import NodeName
@@ -27,6 +27,8 @@ from millstream.serving.application import Application
 HOSTILE: Final = '"a/b"."<script>alert(1)</script>"'
 COLUMN: Final = "<img src=x onerror=alert(2)>"
 VALUE: Final = "</code><script>alert(3)</script>"
+PATIENT: Final = Timing(first_patience_s=60.0)
+"""Among other tests a first status may take longer than a viewer waits for one."""
 
 
 def filled_home(folder: Path, more: str = "") -> Home:
@@ -87,7 +89,7 @@ class Site:
 
 
 @contextlib.contextmanager
-def site_of(home: Home, timing: Timing = USUAL) -> Iterator[Site]:
+def site_of(home: Home, timing: Timing = PATIENT) -> Iterator[Site]:
     """Open the application of a home."""
     with (
         contextlib.closing(Access.of_home(home)) as access,

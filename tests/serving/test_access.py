@@ -188,7 +188,7 @@ class Counted:
     def access_tokens(self) -> list[AccessToken]:
         self.reads += 1
         if self.fails:
-            raise CatalogError("it is away", code="catalog_unreachable")
+            raise CatalogError("catalog at db.example: it is away", code="catalog_unreachable")
         return self.tokens
 
     def close(self) -> None:
@@ -228,8 +228,10 @@ def test_tokens_hold_for_a_while_where_the_catalog_is_away(catalog: Catalog) -> 
     store.fails = True
     assert access.caller(Credentials(text)).name == "one"
     assert store.reads == 3
-    with pytest.raises(CatalogError, check=coded("catalog_unreachable")):
-        strict.caller(Credentials(text))
+    for shown in (text, None):
+        with pytest.raises(CatalogError, check=coded("catalog_unreachable")) as refused:
+            strict.caller(Credentials(shown))
+        assert "db.example" not in str(refused.value.as_dict()), "a caller without a token gets it"
     store.fails = False
     assert strict.caller(Credentials(text)).name == "one"
 

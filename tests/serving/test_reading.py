@@ -8,7 +8,8 @@ import gc
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from tests.app.served import serving
 from tests.serving.servers import served
 
 import millstream
-from millstream.errors import LakeError
+from millstream.client.batch_stream import Pieces
+from millstream.errors import LakeError, Unauthenticated
 from millstream.home.home import Home
 from millstream.model.access import Rights
+from millstream.serving import http_reads
 from millstream.serving.access import Access
 from millstream.serving.application import Application
 from millstream.serving.http_reads import _Making
@@ -106,6 +109,62 @@ def test_callers_that_go_before_the_first_byte_is_sent_leave_no_answer_behind(ho
     with contextlib.closing(Application(Home(home), Access.of_home(Home(home)))) as application:
         serves = application.asgi()
         assert asyncio.run(play()) == 200
+
+
+def received(application: Application, token: str, after_first: Callable[[], object]) -> int:
+    """Return the number of pieces in an answer, whose caller does something once it has the first of them."""
+    bodies: list[bytes] = []
+
+    async def ask() -> None:
+        heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        heard.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+
+        async def send(message: dict[str, Any]) -> None:
+            if body := message.get("body", b""):
+                bodies.append(body)
+                if len(bodies) == 1:
+                    after_first()
+
+        path = "/v1/streams/web/records"
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"table=clicks",
+            "headers": [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {token}".encode())],
+        }
+        await application.asgi()(scope, heard.get, send)
+
+    asyncio.run(ask())
+    return len(list(Pieces().feed(b"".join(bodies))))
+
+
+def test_an_answer_ends_once_its_caller_s_token_is_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that read slowly got all records of the log, whatever became of its token."""
+    monkeypatch.setattr(http_reads, "FRESH_S", 0.0)
+    home = Home(make_home(tmp_path / "web", "[streams.web]\n[http]\ntokens_required = true\n"))
+    home.prepare()
+    with millstream.open(home.path) as opened:
+        for number in range(3):  # a column each time: pieces of their own
+            opened.append("web", "clicks", {f"c{number}": number})
+    with home.open_catalog() as catalog:
+        token = catalog.create_access_token(Rights.parse(["web=read"]), name="brief")[1]
+
+    with contextlib.closing(Access.of_home(home)) as access, contextlib.closing(Application(home, access)) as app:
+        assert received(app, token, lambda: None) == 3
+        with home.open_catalog() as catalog:
+
+            def revoke() -> None:
+                catalog.revoke_access_token("brief")
+                access._book.refresh(since_s=time.monotonic())
+
+            with pytest.raises(Unauthenticated):
+                received(app, token, revoke)
 
 
 BOUNDS = """

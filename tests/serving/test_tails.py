@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import socket
@@ -25,7 +27,8 @@ from millstream.model.access import Rights
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.serving.access import Access
 from millstream.serving.application import Application
-from millstream.serving.tail.endpoint import STALLED_S
+from millstream.serving.tail import endpoint
+from millstream.serving.tail.endpoint import STALLED_S, Tails
 from millstream.wal.segment_deletion import drop_segments
 
 WEB = "[streams.web]\n"
@@ -158,6 +161,37 @@ def test_a_client_that_does_not_read_is_dropped_and_others_go_on(url: str) -> No
         assert not received.endswith(b"0\r\n\r\n")  # cut off, not ended in order
         append(url, "clicks", [{"n": 77}])
         assert numbers(events.take(1)) == [77]
+
+
+def test_many_clients_that_read_nothing_share_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had a mebibyte, however many there were: a token to read took all memory."""
+    monkeypatch.setattr(endpoint, "ALL_BYTES_MAX", 1 << 20)
+    with millstream.open(home) as here:
+        for _ in range(20):
+            here.append("web", "clicks", [{"n": n, "who": "x" * 3000} for n in range(100)])
+        start = f"{str(here.token('web')).partition('.')[0]}.s0"
+
+    async def fill() -> list[int]:
+        tails = Tails(Home(home))
+        (of_stream, *_), made = zip(*(tails._open("web", None, None, start) for _ in range(8)), strict=True)
+        loop, enough, look, looks = asyncio.get_running_loop(), asyncio.Event(), of_stream._look, itertools.count()
+
+        def counted(*args: Any) -> bool:
+            if next(looks) == 20:
+                loop.call_soon_threadsafe(enough.set)
+            return look(*args)
+
+        monkeypatch.setattr(of_stream, "_look", counted)
+        with contextlib.ExitStack() as attached, contextlib.closing(tails):
+            for tail in made:
+                attached.enter_context(tails.attached(of_stream, tail))
+            async with asyncio.timeout(60):
+                await enough.wait()
+            return [tail.buffered_bytes for tail in made]
+
+    filled = asyncio.run(fill())
+    assert min(filled) >= 128 << 10
+    assert max(filled) < 256 << 10
 
 
 def received_until_end(connection: socket.socket) -> bytes:

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 
 import structlog
 
-from millstream.errors import AccessError, MillstreamError, Unauthenticated
+from millstream.errors import AccessError, CatalogError, MillstreamError, Unauthenticated
 from millstream.model.access import ALL_STREAMS, EVERYTHING, Right, Rights, is_secret, token_parts
 from millstream.serving.browser_sessions import Sessions, session_in
 from millstream.workers import Pool
@@ -135,7 +135,7 @@ class TokenBook:
                 those that were read.
 
         Raises:
-            CatalogError: it can't be read, and hasn't been for `away_s` seconds (or a subclass).
+            CatalogError (`catalog_unreachable`): it can't be read, and hasn't been for `away_s` seconds.
         """
         with self._lock:
             if since_s is not None and self._begun_s < since_s:
@@ -144,7 +144,12 @@ class TokenBook:
             elif since_s is None and not self.is_fresh:
                 self._read()
             if self._failed is not None and time.monotonic() - self._read_s > self._away_s:
-                raise self._failed
+                # Callers that aren't known get it: the reason, with the catalog's address, is in the log.
+                raise CatalogError(
+                    "the access tokens can't be read",
+                    code="catalog_unreachable",
+                    hint="Look at the log of `millstream serve`, and send the call again.",
+                ) from self._failed
 
     def close(self) -> None:
         """Close the catalog."""

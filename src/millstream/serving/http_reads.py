@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -35,7 +36,7 @@ from millstream.model.durations import duration_s
 from millstream.model.positions import StreamToken
 from millstream.model.query_reasons import REASONS_HEADER
 from millstream.model.region_ages import REGIONS_HEADER, REGIONS_METADATA
-from millstream.serving.access import Access, allow
+from millstream.serving.access import FRESH_S, Access, allow
 from millstream.serving.queries.frames import POSITION_HEADER
 from millstream.serving.queries.worker_pool import Asking, QueryWorkers
 from millstream.serving.request_bodies import SMALL_BYTES_MAX, ClientGoneError, Held, MemoryBudget, read_body
@@ -174,7 +175,7 @@ class Reading:
                 for batch in home.read(stream, table=table, after=after, upto=upto):
                     yield from piece([batch], batch.schema)
 
-            return await self._answer(request, made, PIECES_TYPE)
+            return await self._answer(request, stream, made, PIECES_TYPE)
 
         @get(
             "/{stream}/changes",
@@ -197,7 +198,7 @@ class Reading:
                 for batch, position in batches_between(reader, tables, low, max(low, high)):
                     yield from change_piece(batch, StreamToken.scalar(reader.stream_id, position))
 
-            return await self._answer(request, made, PIECES_TYPE)
+            return await self._answer(request, stream, made, PIECES_TYPE)
 
         @get(
             "/{stream}/latest",
@@ -218,7 +219,7 @@ class Reading:
                 for found in home.read_latest(stream, table, after=after, upto=upto, rows_max=rows_max):
                     yield from latest_piece(found.emptied, found.rows, found.token)
 
-            return await self._answer(request, made, PIECES_TYPE)
+            return await self._answer(request, stream, made, PIECES_TYPE)
 
         @get(
             "/{stream}/merged",
@@ -250,7 +251,7 @@ class Reading:
                 yield from in_pieces(reader) if wants_pieces else as_stream(reader)
 
             media_type = PIECES_TYPE if wants_pieces else ARROW_TYPE
-            return await self._answer(request, made, media_type, places=(self._queries,), headers=headers)
+            return await self._answer(request, stream, made, media_type, places=(self._queries,), headers=headers)
 
     def _add_query(self) -> None:
         @self.router.post(
@@ -287,6 +288,7 @@ class Reading:
         asked = self._workers.ask(Asking(stream, question.sql, question.as_of, question.lake_only, in_pieces))
         return await self._answer(
             request,
+            stream,
             lambda _home: encoded(asked.parts(), asked.headers),
             media_type,
             places=(self._queries,),
@@ -328,6 +330,7 @@ class Reading:
     async def _answer(
         self,
         request: Request,
+        stream: str,
         made: Callable[[OpenHome], Iterator[bytes]],
         media_type: str,
         *,
@@ -339,6 +342,7 @@ class Reading:
         """Return an answer that is sent while it is made. An error before its first byte is raised.
 
         Args:
+            stream: the stream that its caller has the right to read, which is checked again while the answer goes on.
             places: another limit that it counts against, next to the limit of all answers.
             give_up: ends the work of `made`, from another thread.
             within_s: how long it may take to make, send and be read; as long as the caller goes on
@@ -379,7 +383,12 @@ class Reading:
         if first is None:
             await let_go()
             return Response(status_code=_GONE)
-        return _StreamedAnswer(_sent(first, making, media_type, let_go), media_type, headers, let_go, until_s)
+
+        async def check() -> None:
+            access: Access = request.app.state.access
+            await access.allowed(request.scope, Right.READ, stream)
+
+        return _StreamedAnswer(_sent(first, making, media_type, let_go, check), media_type, headers, let_go, until_s)
 
     def _open(self) -> OpenHome:
         return OpenHome(self._home, latest_bytes_max=max(1, self._bounds.memory_bytes // FOLDED_TIMES))
@@ -490,12 +499,19 @@ class _StreamedAnswer(StreamingResponse):
 
 
 async def _sent(
-    first: bytes, making: _Making, media_type: str, let_go: Callable[[], Awaitable[None]]
+    first: bytes,
+    making: _Making,
+    media_type: str,
+    let_go: Callable[[], Awaitable[None]],
+    check: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[bytes, None]:
-    end = END
+    end, checked_s = END, time.monotonic()
     try:
         yield first
         while (part := await making.next()) is not None:
+            if time.monotonic() - checked_s >= FRESH_S:  # an answer may outlast its caller's token
+                await check()
+                checked_s = time.monotonic()
             yield part
     except MillstreamError as error:
         if media_type != PIECES_TYPE:

@@ -41,6 +41,8 @@ logger = structlog.get_logger("millstream.serve")
 EVENTS_TYPE: Final = "text/event-stream"
 BUFFER_BYTES_MAX: Final = 1 << 20
 """Bytes of events that wait for a client."""
+ALL_BYTES_MAX: Final = 256 << 20
+"""Bytes of events that wait for all clients, in addition to a part of `_PART_BYTES` for each: with many clients each gets fewer."""
 STALLED_S: Final = 2.0
 """How long a client with a full buffer may read nothing."""
 COMMENT_EVERY_S: Final = 15.0
@@ -126,8 +128,9 @@ class Tail:
 class _StreamTails:
     """The tails of one stream."""
 
-    def __init__(self, home: Home, stream: str, threads: Pool) -> None:
+    def __init__(self, home: Home, stream: str, threads: Pool, room_bytes: Callable[[], int]) -> None:
         self._home = home
+        self._room_bytes = room_bytes
         self.stream: Final = stream
         self._threads = threads
         self._lock = threading.Lock()
@@ -152,8 +155,8 @@ class _StreamTails:
         nap = Backoff(*_POLL_S, factor=1.5, jitter=0)
         loop = asyncio.get_running_loop()
         while self.tails:
-            tails = list(self.tails)
-            hungry = [tail for tail in tails if not tail.is_ended and tail.buffered_bytes < BUFFER_BYTES_MAX]
+            tails, room_bytes = list(self.tails), self._room_bytes()
+            hungry = [tail for tail in tails if not tail.is_ended and tail.buffered_bytes < room_bytes]
             try:
                 has_more = await loop.run_in_executor(self._threads, self._look, loop, tails, hungry)
             except MillstreamError as error:
@@ -269,8 +272,13 @@ class Tails:
     ) -> tuple[_StreamTails, Tail]:
         name = stream if stream in self._home.config.streams else self._home.pick_stream(stream)
         wanted = TailFilter(table, where)
-        of_stream = self._streams.setdefault(name, _StreamTails(self._home, name, self._threads))
+        of_stream = self._streams.setdefault(name, _StreamTails(self._home, name, self._threads, self.room_bytes))
         return of_stream, of_stream.open(wanted, after)
+
+    def room_bytes(self) -> int:
+        """Return the bytes of events that may wait for each client."""
+        count = sum(len(of_stream.tails) for of_stream in list(self._streams.values()))
+        return min(BUFFER_BYTES_MAX, ALL_BYTES_MAX // max(1, count))
 
     @contextlib.contextmanager
     def attached(self, of_stream: _StreamTails, tail: Tail) -> Iterator[None]:
@@ -349,7 +357,7 @@ class _Answer(Response):
         sending = asyncio.ensure_future(send({"type": "http.response.body", "body": data, "more_body": True}))
         try:
             while not (await asyncio.wait({sending}, timeout=STALLED_S))[0]:
-                if self._tail.buffered_bytes >= BUFFER_BYTES_MAX:
+                if self._tail.buffered_bytes >= self._tails.room_bytes():
                     raise ClientStalledError
         finally:
             sending.cancel()
