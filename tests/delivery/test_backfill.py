@@ -252,6 +252,23 @@ def test_a_rewind_ends_it_and_deleting_removes_its_file(home: Home, opened: Open
     assert not list(folder.glob("backfill-*"))
 
 
+@pytest.mark.usefixtures("opened")
+def test_rows_that_a_kill_left_behind_are_removed_by_the_next_process(home: Home) -> None:
+    """A backfill's end is noted before its file is removed: after a kill between the two, its rows stayed for ever."""
+    folder = home.delivery_folder("web")
+    with home.open_catalog() as catalog:
+        around = surroundings(home, catalog, "web")
+        with closing(StreamConsumers(around)) as consumers:
+            consumers.call("create", None, {"name": "search"})
+            number = consumers.call("backfill", "search", {}).body["backfill"]
+            wait_for(lambda: consumers.call("show", "search", {}).body["backfill"]["of"] == 6, seconds=20)
+        for left in ("backfill-7.rows", "backfill-8.part"):
+            (folder / left).touch()
+        with closing(StreamConsumers(around)) as consumers:
+            assert [path.name for path in folder.glob("backfill-*")] == [f"backfill-{number}.rows"]
+            assert len(consumers.call("receive", "search", {}).body["messages"]) == 6
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_a_copy_equals_the_source_however_often_the_process_is_killed(home: Home, opened: OpenHome, seed: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from millstream.delivery.backfill.backfill_control import Notes
 from millstream.delivery.backfill.row_writer import BackfillWriter, stored_backfill
-from millstream.delivery.backfill.running_backfill import Ended, StoredBackfill
+from millstream.delivery.backfill.running_backfill import Ended, StoredBackfill, remove_leftovers
 from millstream.delivery.consumer_lookup import Locked, exists_already, invalid_place, unknown_consumer
 from millstream.delivery.consumer_store import Letter, Store, Stored
 from millstream.delivery.definition import Definition
@@ -100,6 +100,7 @@ class StreamConsumers:
         with ExitStack() as begun:  # if a step fails, none goes on: the next attempt has a store of its own
             begun.callback(_quietly, self._store.close)
             self._begin_stored(stored)
+            remove_leftovers(around.folder, [running.backfills.stored for running in self._running.values()])
             for name in around.holding.names() - self._running.keys():  # a kill left its making or removal half done
                 around.holding.release(name)
             self._writer = BackfillWriter(around.stream, around.open_reader, around.open_lake, self._all_running)

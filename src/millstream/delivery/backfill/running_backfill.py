@@ -10,6 +10,7 @@ The number of a backfill is the time in ms at which it began: no other one of th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -84,6 +85,15 @@ class Ended:
 def file_of(folder: Path, number: int) -> Path:
     """Return the path of a backfill's rows in the folder of the consumers' state."""
     return folder / f"backfill-{number}.rows"
+
+
+def remove_leftovers(folder: Path, running: Iterable[StoredBackfill | None]) -> None:
+    """Remove the files of backfills that don't run: a kill ended them before their files were removed."""
+    names = {file_of(folder, one.number).stem for one in running if one is not None}
+    for path in folder.glob("backfill-*"):
+        if path.stem not in names:
+            with suppress(OSError):  # the next process tries again
+                path.unlink()
 
 
 class Backfill:
