@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import numpy as np
-
 from millstream.codec.machine_code import compiled
+from millstream.codec.pgoutput._row_messages import u32
 
 Array = Any  # as in _row_messages
 
@@ -40,9 +39,7 @@ def split_copy_data(buffer: Array, begin: Any, end: int, starts: Array, ends: Ar
     while at + 5 <= end and count < len(starts):
         if buffer[at] != _COPY_DATA:
             return count, at, OTHER
-        length = np.int64(0)
-        for i in range(1, 5):
-            length = (length << 8) | np.int64(buffer[at + i])
+        length = u32(buffer, at + 1)
         stop = at + 1 + length
         if length < 5 or length > _LENGTH_MAX:
             return count, at, MALFORMED
@@ -78,9 +75,7 @@ def split_copy_rows(buffer: Array, begin: Any, end: int, starts: Array, ends: Ar
     while at + 5 <= end and count < len(starts):
         if buffer[at] != _COPY_DATA:
             return count, at, OTHER
-        length = np.int64(0)
-        for i in range(1, 5):
-            length = (length << 8) | np.int64(buffer[at + i])
+        length = u32(buffer, at + 1)
         stop = at + 1 + length
         if length < 6 or length > _LENGTH_MAX:
             return count, at, MALFORMED
@@ -94,9 +89,7 @@ def split_copy_rows(buffer: Array, begin: Any, end: int, starts: Array, ends: Ar
             continue
         if row + 6 >= stop or buffer[row] != 0 or buffer[row + 1] != 1:
             return count, at, MALFORMED
-        size = np.int64(0)
-        for i in range(2, 6):
-            size = (size << 8) | np.int64(buffer[row + i])
+        size = u32(buffer, row + 2)
         kind = buffer[row + 6]
         if size != stop - row - 6 or (kind == _KEEPALIVE and size != _KEEPALIVE_BYTES):
             return count, at, MALFORMED

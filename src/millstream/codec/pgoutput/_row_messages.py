@@ -51,7 +51,8 @@ def _u16(buffer: Array, at: int) -> Any:
 
 
 @inlined
-def _u32(buffer: Array, at: int) -> Any:
+def u32(buffer: Array, at: int) -> Any:
+    """Return four bytes, the highest first, as a number."""
     value = np.int64(0)
     for i in range(4):
         value = (value << 8) | np.int64(buffer[at + i])
@@ -146,7 +147,7 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
                 return records, count, reached, NESTED_BEGIN, number
             if not (_is_position(_i64(buffer, at)) and _TIME_MIN <= _i64(buffer, at + 8) <= _TIME_MAX):
                 return records, count, reached, BEYOND_BOUNDS, number
-            begin_xid = _u32(buffer, at + 16)
+            begin_xid = u32(buffer, at + 16)
             inside = True
             first_record = records
             continue
@@ -184,10 +185,10 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
             return records, count, reached, TOO_SHORT, number
         xid = np.int64(0)
         if xid_bytes:
-            xid = _u32(buffer, at)
+            xid = u32(buffer, at)
             at += xid_bytes
         if kind == 82:  # R; the caller has parsed it
-            oid = _u32(buffer, at)
+            oid = u32(buffer, at)
             place = _find(keys, oid)
             keys[place] = oid
             slots[place] = next_slot
@@ -201,7 +202,7 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
             stop = at + 9
             while stop < end and buffer[stop] != 0:
                 stop += 1
-            if stop + 5 > end or stop + 5 + _u32(buffer, stop + 1) != end:
+            if stop + 5 > end or stop + 5 + u32(buffer, stop + 1) != end:
                 return records, count, reached, TOO_SHORT, number
             if not _is_position(_i64(buffer, at + 1)):
                 return records, count, reached, BEYOND_BOUNDS, number
@@ -240,13 +241,13 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
         if kind == 84:  # T
             if end - at < 5:
                 return records, count, reached, TOO_SHORT, number
-            tables = _u32(buffer, at)
+            tables = u32(buffer, at)
             if end - at != 5 + 4 * tables:
                 return records, count, reached, TOO_SHORT, number
             if xid_bytes and _among(aborted, xid):
                 continue
             for i in range(tables):
-                oid = _u32(buffer, at + 5 + 4 * i)
+                oid = u32(buffer, at + 5 + 4 * i)
                 place = _find(keys, oid)
                 if keys[place] != oid:
                     return records, count, reached, UNKNOWN_RELATION, number
@@ -259,7 +260,7 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
             continue
         if xid_bytes and _among(aborted, xid):
             continue
-        oid = _u32(buffer, at)
+        oid = u32(buffer, at)
         place = _find(keys, oid)
         if keys[place] != oid:
             return records, count, reached, UNKNOWN_RELATION, number
@@ -364,7 +365,7 @@ def _walk_tuple(
         if kind == 116:  # t
             if at + 4 > end:
                 return -TOO_SHORT
-            length = _u32(buffer, at)
+            length = u32(buffer, at)
             at += 4
             if length > end - at:
                 return -TOO_SHORT
