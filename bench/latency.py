@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.figures import RUNS, Figure, asked, measures, reported, say
 from bench.homes import Home, make_home, wait_for
-from bench.load import CLIENTS, Load, PacedLoad, percentiles_of_windows
+from bench.load import CLIENTS, Load, PacedLoad, Protocol, percentiles_of_windows
 from bench.places import folder
 from bench.source import DATABASE, postgres
 from millstream.errors import MillstreamError
@@ -117,15 +117,22 @@ def insert_until_seen(server: EmbeddedPostgres, home: Home, capture: subprocess.
     wait_for("capture streams", seen, process=capture)
 
 
-def paced(server: EmbeddedPostgres, path: Path, statement: str, *, seconds: int) -> Load:
+def paced(
+    server: EmbeddedPostgres, path: Path, statement: str, *, seconds: int, protocol: Protocol = "prepared"
+) -> Load:
     """Run a load after a warm-up run that doesn't count: caches, prepared statements, machine code."""
     for name in ("warm-up", "load"):
         (path / name).mkdir()
     warm = PacedLoad(
-        server, path / "warm-up", statement.replace(":client_id", "(:client_id - 100)"), rate=RATE, seconds=WARM_UP_S
+        server,
+        path / "warm-up",
+        statement.replace(":client_id", "(:client_id - 100)"),
+        rate=RATE,
+        seconds=WARM_UP_S,
+        protocol=protocol,
     )
     warm.wait()
-    paced = PacedLoad(server, path / "load", statement, rate=RATE, seconds=seconds)
+    paced = PacedLoad(server, path / "load", statement, rate=RATE, seconds=seconds, protocol=protocol)
     try:
         return paced.wait()
     finally:

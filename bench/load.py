@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from millstream.testing.postgres import EmbeddedPostgres
 
 CLIENTS = 4
 Ints = npt.NDArray[np.int64]
+Protocol = Literal["prepared", "simple"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +40,25 @@ class PacedLoad:
         statement: SQL of one row that uses `:client_id` and `:n`.
         rate: transactions a second over all clients.
         seconds: duration.
+        protocol: `simple` also replaces variables within names.
     """
 
-    def __init__(self, server: EmbeddedPostgres, folder: Path, statement: str, *, rate: int, seconds: int) -> None:
+    def __init__(
+        self,
+        server: EmbeddedPostgres,
+        folder: Path,
+        statement: str,
+        *,
+        rate: int,
+        seconds: int,
+        protocol: Protocol = "prepared",
+    ) -> None:
         self._folder = folder
         script = folder / "script.sql"
         script.write_text(f"\\set n :n + 1\n{statement};\n")
         command = [str(server.program("pgbench")), "--no-vacuum", "--file", str(script), "--define", "n=0"]
         command += ["--client", str(CLIENTS), "--jobs", "1", "--rate", str(rate), "--time", str(seconds)]
-        command += ["--protocol", "prepared", "--log", "--log-prefix", str(folder / "log"), server.dsn(DATABASE)]
+        command += ["--protocol", protocol, "--log", "--log-prefix", str(folder / "log"), server.dsn(DATABASE)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def wait(self) -> Load:
