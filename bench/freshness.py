@@ -86,7 +86,7 @@ def observe(rows: int, *, seconds: int, view: View, lake: str = "", others: int 
         seconds: duration, after a warm-up of five.
         view: the poller's table: `query`, or `current` alone.
         lake: lines of the stream's section `lake`.
-        others: tables of one row besides; each transaction updates one of them, too.
+        others: number of further tables, of one row; each transaction updates one of them, too.
     """
     with postgres(load_unsynced=False) as server, folder("fresh") as path:
         with server.connect(DATABASE) as connection:

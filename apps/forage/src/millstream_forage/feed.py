@@ -19,9 +19,9 @@ from millstream_forage.answers import FeedItem
 from millstream_forage.bandit import TRIALS_TO_EXPLORE, Arms, Slot, exploring_budget, fill
 from millstream_forage.columns import Ints
 from millstream_forage.eligible_items import EligibleItems
-from millstream_forage.rewards import Rewards
+from millstream_forage.learning import Rewards, user_taste
 from millstream_forage.state import Items, State
-from millstream_forage.taste import MATCH_THRESHOLD, Taste, label, user_taste
+from millstream_forage.taste import MATCH_THRESHOLD, Taste, label
 
 TASTES_MAX: Final = 4096
 """Users whose centroids are remembered: some ten kilobytes each."""

@@ -15,9 +15,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from millstream_forage.clock import DAY_NS
-from millstream_forage.columns import Ints, ages_ns
 from millstream_forage.embedding import DECIMALS, DIMENSIONS, Floats, cosines, length_of, row_lengths
-from millstream_forage.state import State
 
 Label: TypeAlias = Literal["match", "exploring", "none"]
 
@@ -67,28 +65,6 @@ class Taste:
             return np.zeros(len(vectors))
         greatest: Floats = cosines(vectors, confirmed).max(axis=1)
         return greatest
-
-
-def user_taste(state: State, rows: Ints, now_ns: int) -> Taste:
-    """Return the centroids of the positive ones among a user's signals, as of a moment.
-
-    Decay keeps the proportions of weights, so later moments have the same centroids.
-    """
-    signals, items = state.signals, state.items
-    rows = rows[signals.counts.values[rows] & (signals.weights.values[rows] >= POSITIVE_REWARD)]
-    liked, entries = np.unique(signals.items.values[rows], return_inverse=True)
-    times = np.minimum(signals.given_ns.values[rows], now_ns)
-    newest = np.full(len(liked), np.iinfo(np.int64).min)
-    np.maximum.at(newest, entries, times)
-    remaining = np.exp2(-ages_ns(times, newest[entries]) / HALF_LIFE_NS)
-    weights = np.bincount(entries, signals.weights.values[rows] * remaining, minlength=len(liked))
-    counts = np.bincount(entries, minlength=len(liked))
-    ids = items.ids.values[liked]
-    # `taste` remembers no more than the heaviest: of a long history, the others aren't worth an object each.
-    heaviest = np.lexsort((ids, -(np.log2(weights) + newest / HALF_LIFE_NS)))[:REMEMBERED]
-    vectors = {int(ids[at]): items.embeddings.values[liked[at]].astype(np.float64) for at in heaviest}
-    entries_of = [Liked(int(ids[at]), int(counts[at]), float(weights[at]), int(newest[at])) for at in heaviest]
-    return taste(entries_of, vectors)
 
 
 def taste(liked: Iterable[Liked], vectors: Mapping[int, Floats]) -> Taste:

@@ -1,4 +1,7 @@
-"""The rewards that a user's signals gave to each arm, as the bandit draws from them: decayed, since tastes change."""
+"""What a user's signals have taught: the rewards of each arm, from which the bandit draws, and the user's taste.
+
+Both decay by one half-life, since people change.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,19 @@ from typing import Final
 
 import numpy as np
 
-from millstream_forage.columns import ages_ns
+from millstream_forage.columns import Ints, ages_ns
 from millstream_forage.embedding import Floats
 from millstream_forage.state import NO_ROW, Items, State
-from millstream_forage.taste import HALF_LIFE_NS, shares, target_shares
+from millstream_forage.taste import (
+    HALF_LIFE_NS,
+    POSITIVE_REWARD,
+    REMEMBERED,
+    Liked,
+    Taste,
+    shares,
+    target_shares,
+    taste,
+)
 
 
 class Rewards:
@@ -55,3 +67,25 @@ class Rewards:
         rewards = np.bincount(codes, self.wins, minlength=len(names)).tolist()
         of_counts, of_rewards = dict(zip(names, counts, strict=True)), dict(zip(names, rewards, strict=True))
         return shares(of_counts, names), target_shares(of_rewards, names)
+
+
+def user_taste(state: State, rows: Ints, now_ns: int) -> Taste:
+    """Return the centroids of the positive ones among a user's signals, as of a moment.
+
+    Decay keeps the proportions of weights, so later moments have the same centroids.
+    """
+    signals, items = state.signals, state.items
+    rows = rows[signals.counts.values[rows] & (signals.weights.values[rows] >= POSITIVE_REWARD)]
+    liked, entries = np.unique(signals.items.values[rows], return_inverse=True)
+    times = np.minimum(signals.given_ns.values[rows], now_ns)
+    newest = np.full(len(liked), np.iinfo(np.int64).min)
+    np.maximum.at(newest, entries, times)
+    remaining = np.exp2(-ages_ns(times, newest[entries]) / HALF_LIFE_NS)
+    weights = np.bincount(entries, signals.weights.values[rows] * remaining, minlength=len(liked))
+    counts = np.bincount(entries, minlength=len(liked))
+    ids = items.ids.values[liked]
+    # `taste` remembers no more than the heaviest: of a long history, the others aren't worth an object each.
+    heaviest = np.lexsort((ids, -(np.log2(weights) + newest / HALF_LIFE_NS)))[:REMEMBERED]
+    vectors = {int(ids[at]): items.embeddings.values[liked[at]].astype(np.float64) for at in heaviest}
+    entries_of = [Liked(int(ids[at]), int(counts[at]), float(weights[at]), int(newest[at])) for at in heaviest]
+    return taste(entries_of, vectors)
