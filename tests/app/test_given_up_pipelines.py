@@ -63,7 +63,7 @@ def test_a_pipeline_whose_position_was_dropped_is_shown_everywhere_after_its_pro
     shown = trouble(home)
     assert shown is not None
     assert (shown["code"], shown["gave_up"], shown["retry"]) == ("offset_expired", True, "never")
-    assert "what lies between is gone" in shown["message"]
+    assert "the records between are gone" in shown["message"]
     since = shown["since"]
     ended(home)
     assert (trouble(home) or {})["since"] == since, "it has stood still since the first of several same ends"

@@ -111,7 +111,7 @@ class CatalogConformance(WithCatalog):
         assert catalog.resolve_stream("shop") == first == catalog.stream("shop").id
         of_log = StreamId(uuid4())
         assert catalog.resolve_stream("clicks", found=of_log) == of_log
-        with pytest.raises(CatalogError, match="bears the id"):
+        with pytest.raises(CatalogError, match="has the id"):
             catalog.resolve_stream("shop", found=of_log)
         with pytest.raises(CatalogError, match="is stream clicks"):
             catalog.resolve_stream("visits", found=of_log)
@@ -126,7 +126,7 @@ class CatalogConformance(WithCatalog):
             stream = first.resolve_stream("shop")
             clicks = second.resolve_stream("clicks")
             for found in (None, StreamId(uuid4())):
-                with pytest.raises(CatalogError, match=r"south:/shop|bears the id") as caught:
+                with pytest.raises(CatalogError, match=r"south:/shop|has the id") as caught:
                     second.resolve_stream("shop", found=found)
                 assert str(stream) in caught.value.message
                 assert "north:/shop" in caught.value.message
