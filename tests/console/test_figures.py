@@ -212,4 +212,5 @@ def test_the_page_names_its_streams_and_periods(site: Site) -> None:
     assert 'href="/charts/day/shop"' in shown
     assert 'href="/charts/hour/web"' in shown
     assert site.get("/charts/year/shop").status_code == 404
-    assert "There is no stream" in site.get("/charts/hour/nothing").text
+    assert site.get("/charts/hour/nothing").status_code == 404
+    assert site.get("/charts/hour/web").status_code == 200

@@ -8,7 +8,6 @@ had another type. A TRUNCATE concerns every row, and an `x` all rows of a partit
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,6 @@ from millstream.model.pgtypes import is_numeric_text
 from millstream.model.predicate import NUMERIC_TEXT, Predicate
 from millstream.model.records import Op
 from millstream.model.schema import Column, TableSchema
-
-_OF_MANY_ROWS: Final = pa.array([Op.TRUNCATE.letter, Op.PARTITION_LEFT.letter])
 
 
 def passing(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
@@ -50,7 +47,8 @@ def row_schema(columns: Iterable[Column]) -> pa.Schema:
 def _undecided(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Return which records may lack the value of a column that the predicate names and the table has."""
     ops = batch.column("__op")
-    undecided = pc.is_in(ops, _OF_MANY_ROWS).to_numpy(zero_copy_only=False)
+    of_many_rows = pc.or_(pc.equal(ops, Op.TRUNCATE.letter), pc.equal(ops, Op.PARTITION_LEFT.letter))
+    undecided = of_many_rows.to_numpy(zero_copy_only=False)
     named = {column.name for column in schema.columns}.intersection(predicate.columns)
     if not named.issubset(schema.identity):
         undecided = undecided | pc.equal(ops, Op.DELETE.letter).to_numpy(zero_copy_only=False)
