@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -257,15 +258,15 @@ class Pusher:
                     return
             self._give_back(batch)
         except MillstreamError as error:
-            self._wait_until_kept(batch, error)
+            self._wait_until_kept(error, partial(self._set_aside, batch, 0.0))
 
-    def _wait_until_kept(self, batch: _Batch, error: MillstreamError) -> None:
-        """Send nothing until the consumer's state can be kept, for example on a full disk; then go on with the batch."""
+    def _wait_until_kept(self, error: MillstreamError, then: Callable[[], object] = lambda: None) -> None:
+        """Send nothing until the consumer's state can be kept, for example on a full disk; then call `then`."""
         self._show(error.message)
         while not self._stopping.wait(self._kept_again_s):
             with suppress(MillstreamError):
                 self._source.sync()
-                self._set_aside(batch, 0.0)
+                then()
                 self._show(None)
                 return
 
@@ -353,9 +354,7 @@ class Pusher:
             self._give_back_all()
             return None
         if outcome.verdict is Verdict.ACCEPTED:
-            self._source.ack(sent)
-            if self._pacing.syncs:
-                self._source.sync()
+            self._acknowledge(sent)
         elif outcome.verdict is Verdict.FAILED and self._is_final(batch):
             batch.dead += [(message, outcome.reason) for message in sent]
         else:
@@ -370,6 +369,15 @@ class Pusher:
         if not batch.messages:
             self._bury(batch)
         return None
+
+    def _acknowledge(self, sent: Sequence[PushMessage]) -> None:
+        """Acknowledge messages that were accepted: they aren't sent again, even if that can't be kept now."""
+        try:
+            self._source.ack(sent)
+            if self._pacing.syncs:
+                self._source.sync()
+        except MillstreamError as error:
+            self._wait_until_kept(error)
 
     def _is_final(self, batch: _Batch) -> bool:
         """Return whether the failure of the request that was sent is its messages' last."""
