@@ -1,4 +1,4 @@
-"""What a user's signals have taught: the rewards of each arm, from which the bandit draws, and the user's taste.
+"""Learn from a user's signals: the rewards of each arm, from which the bandit draws, and the user's taste.
 
 Both decay by one half-life, since people change.
 """
