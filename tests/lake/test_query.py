@@ -150,7 +150,7 @@ def test_a_table_that_cannot_be_read_is_named_and_the_others_answer(
         with pytest.raises(LakeTableForeign) as caught:
             session.query('TABLE public."Order ""Lines"""')
         assert "another program" in caught.value.message
-        assert 'pipeline rebuild public."Order ""Lines"""' in caught.value.hint
+        assert 'pipeline rebuild \'public."Order ""Lines"""\'' in caught.value.hint
         assert list(session.missing) == ['public."Order ""Lines"""']
 
 
