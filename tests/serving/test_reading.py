@@ -69,6 +69,25 @@ def test_a_caller_that_goes_away_leaves_no_stack_in_the_log() -> None:
     assert logged == []
 
 
+def scope_of_records(*headers: tuple[bytes, bytes]) -> dict[str, Any]:
+    """Return the ASGI scope of a request for the records of a table."""
+    path = "/v1/streams/web/records"
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"table=clicks",
+        "headers": [(b"host", b"127.0.0.1"), *headers],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 1),
+    }
+
+
 def test_callers_that_go_before_the_first_byte_is_sent_leave_no_answer_behind(home: Path) -> None:
     """The producer had started, its sender hadn't: it never ended, and after 32 such calls every call hung."""
 
@@ -82,21 +101,7 @@ def test_callers_that_go_before_the_first_byte_is_sent_leave_no_answer_behind(ho
                 raise ConnectionResetError
             statuses.extend([message["status"]] if "status" in message else [])
 
-        path = "/v1/streams/web/records"
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "GET",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"table=clicks",
-            "headers": [(b"host", b"127.0.0.1")],
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 1),
-        }
+        scope = scope_of_records()
         await serves(scope, heard.get, send)
         return statuses[0]
 
@@ -125,19 +130,7 @@ def received(application: Application, token: str, after_first: Callable[[], obj
                 if len(bodies) == 1:
                     after_first()
 
-        path = "/v1/streams/web/records"
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "GET",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"table=clicks",
-            "headers": [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {token}".encode())],
-        }
+        scope = scope_of_records((b"authorization", f"Bearer {token}".encode()))
         await application.asgi()(scope, heard.get, send)
 
     asyncio.run(ask())
