@@ -11,6 +11,7 @@ from bench import (  # noqa: F401 - they register their figures
     buffers,
     callers,
     capture,
+    cluster,
     commands,
     console,
     consumers,

@@ -113,13 +113,14 @@ def _first_rows_s(server: EmbeddedPostgres, path: Path, rows: int) -> float:
     try:
         began_at = time.perf_counter()
         with home.running("run") as run, millstream.open(str(home.path)) as opened:
-            wait_for("the first rows", partial(_counts, opened, rows), process=run)
+            wait_for("the first rows", partial(has_rows, opened, rows), process=run)
             return time.perf_counter() - began_at
     finally:
         home.forget(server)
 
 
-def _counts(home: OpenHome, rows: int) -> bool:
+def has_rows(home: OpenHome, rows: int) -> bool:
+    """Whether the table has so many rows in the lake."""
     with suppress(MillstreamError):
         found = home.query(f"SELECT count(*) AS rows FROM public.{TABLE}", stream=STREAM, lake_only=True)
         return bool(found.column("rows").to_pylist() == [rows])
@@ -220,41 +221,56 @@ def _sustained(
         fill(server, rows)
         home = make_home(server, path / "home", [f"public.{TABLE}"])
         home.run("run", "--until-caught-up")
-        with home.running("run") as run:
-            watcher = _LandedWatcher(home)
-            before = made = watcher.n
-
-            def load_for(duration_s: float) -> None:
-                nonlocal made
-                ends_at = time.monotonic() + duration_s
-                while time.monotonic() < ends_at:
-                    if made - watcher.n < AHEAD:
-                        made += change(connection)
-                    else:
-                        time.sleep(LOOK_S / 5)
-
-            made += change(connection)
-            wait_for("the first change in the lake", lambda: watcher.n > before, process=run)
-            load_for(min(WARM_UP_S, seconds))
-            watch, began_n, began_at = CostWatch(run.pid), watcher.n, time.perf_counter()
-            load_for(seconds)
-            count_landed, took_s = watcher.n - began_n, time.perf_counter() - began_at
-            cost = watch.stop(max(1, count_landed))
-            watcher.stop()
+        took_s, cost = sustained(home, partial(change, connection), seconds)
     note = (
         f"{what} in transactions of {TRANSACTION:,} rows, {SHAPE}, by a client that waits while the lake lacks {AHEAD:,} records, for {seconds} s"
         f" after a warm-up; `millstream run` with all its parts, folds included"
     )
     yield reported(
         f"{name}_rows_per_s",
-        [count_landed / took_s],
+        [cost.rows / took_s],
         unit="rows/s",
         goal=goal,
-        rows=count_landed,
-        size_bytes=count_landed * ROW_BYTES,
+        rows=cost.rows,
+        size_bytes=cost.rows * ROW_BYTES,
         note=f"records that landed; {note}",
     )
     yield from cost_figures(name, [cost], row_bytes=ROW_BYTES, note=note)
+
+
+def sustained(home: Home, change: Callable[[], int], seconds: float) -> tuple[float, Cost]:
+    """Run `millstream run` under changes as fast as they land.
+
+    Args:
+        home: it has caught up.
+        change: commits a transaction; returns the rows that it changed.
+        seconds: how long, after a warm-up.
+
+    Returns:
+        The seconds that it took, and the cost of the records that landed in them.
+    """
+    with home.running("run") as run:
+        watcher = _LandedWatcher(home)
+        before = made = watcher.n
+
+        def load_for(duration_s: float) -> None:
+            nonlocal made
+            ends_at = time.monotonic() + duration_s
+            while time.monotonic() < ends_at:
+                if made - watcher.n < AHEAD:
+                    made += change()
+                else:
+                    time.sleep(LOOK_S / 5)
+
+        made += change()
+        wait_for("the first change in the lake", lambda: watcher.n > before, process=run)
+        load_for(min(WARM_UP_S, seconds))
+        watch, began_n, began_at = CostWatch(run.pid), watcher.n, time.perf_counter()
+        load_for(seconds)
+        landed_rows, took_s = watcher.n - began_n, time.perf_counter() - began_at
+        cost = watch.stop(max(1, landed_rows))
+        watcher.stop()
+    return took_s, cost
 
 
 @measures("tables_1000_touched", *cost_names("tables_1000_touched"))
@@ -362,7 +378,7 @@ def point_16_sessions() -> Iterator[Figure]:
         stop = threading.Event()
         with home.running("run") as run, ThreadPoolExecutor(SESSIONS) as pool:
             with millstream.open(str(home.path)) as opened:
-                wait_for("the lake", partial(_counts, opened, rows), process=run)
+                wait_for("the lake", partial(has_rows, opened, rows), process=run)
             asking = [pool.submit(_ask_points, home, rows, stop, seed) for seed in range(SESSIONS)]
             try:
                 load = paced(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROWS: Final = 20_000
 APPENDS: Final = {"ack_durable1_ms": 50}
 """Rows of those that append a row at a time, each durable before the next."""
-SECONDS: Final = {"bench.freshness": 10, "bench.landing": 5, "bench.small_tables": 12}
+SECONDS: Final = {"bench.cluster": 5, "bench.freshness": 10, "bench.landing": 5, "bench.small_tables": 12}
 """Those that look at a lake every few seconds need more than a second."""
 
 

@@ -145,7 +145,10 @@ def test_a_receiver_that_wants_no_more_pauses_its_consumer(deployment: Deploymen
         run.append("orders", 1)
         wait_for(lambda: run.call("show")["state"] == "paused", seconds=120)
         assert "410" in run.call("show")["error"]
-        receiver.answerer = answer(200)
+    receiver.answerer = answer(200)
+    with deployment.run(hook(receiver)) as run:
+        run.start()
+        assert (run.call("show")["state"], "410" in run.call("show")["error"]) == ("paused", True)
         run.call("resume")
         wait_settled(run, 1)
         assert (run.call("show")["error"], run.call("show")["dead"]) == (None, 0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ import psutil
 import psycopg
 import pytest
 from tests.e2e.harness import Home, Run, wait_for
-from tests.e2e.standalone_cluster import StandaloneCluster
+from tests.e2e.standalone_cluster import StandaloneCluster, worker_python
 
 from millstream.testing._servers.ports import free_port
 from millstream.testing.postgres import EmbeddedPostgres
@@ -88,7 +86,7 @@ class Setting:
         """Kill a part of the cluster or of the run; a worker and a master are started again."""
         cluster = self.cluster
         if victim == "worker":
-            cluster.kill_worker()
+            cluster.kill_workers()
             cluster.start_worker()
         elif victim == "master":
             cluster.kill_master()
@@ -138,8 +136,9 @@ def clustered(
         home.set_lake("".join(sections))
         packed = json.loads(home.command("pipeline", "env", str(folder / "packages.tar.gz"), "--json", home=False))
         conf = packed["conf"] | {"spark.driver.host": "127.0.0.1", "spark.executor.memory": "1g"}
-        # /usr/bin has the same minor version as this Python, and none of its packages.
-        conf["spark.pyspark.python"] = worker_python()
+        if (python := worker_python()) is None:
+            pytest.skip("another user's workers need a Python of this minor version in /usr/bin")
+        conf["spark.pyspark.python"] = python
         lines = "".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in conf.items())
         config = home.path / "millstream.toml"
         config.write_text(
@@ -151,17 +150,6 @@ def clustered(
         source.execute("INSERT INTO items SELECT i, 'v' || i FROM generate_series(1, %s) AS i", (rows,))
         home.caught_up()
         yield Setting(home, cluster, store, source)
-
-
-def worker_python() -> str:
-    """Return a Python for workers: of this minor version, outside of this environment."""
-    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    system = Path("/usr/bin") / name
-    if os.geteuid() == 0:
-        if not system.exists():
-            pytest.skip(f"another user's workers need {system}")
-        return str(system)
-    return str(Path(sys.base_prefix) / "bin" / name)
 
 
 def victims(cluster: StandaloneCluster, run: Run, victim: str) -> list[psutil.Process]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,29 +27,32 @@ NOBODY = 65534
 
 
 class StandaloneCluster:
-    """A context manager that starts a master and a worker, and stops what is left of them.
+    """A context manager that starts a master and workers, and stops what is left of them.
 
     Args:
         hidden: a folder that workers must not read.
+        cores: of each worker.
+        workers: how many.
     """
 
-    def __init__(self, hidden: Path, *, cores: int = 2) -> None:
-        self._hidden, self._cores = hidden, cores
+    def __init__(self, hidden: Path, *, cores: int = 2, workers: int = 1) -> None:
+        self._hidden, self._cores, self._count = hidden, cores, workers
         # A folder of its own: pytest's are this user's alone.
         self._folder = tempfile.TemporaryDirectory(prefix="millstream-cluster-", ignore_cleanup_errors=True)
         self.path = Path(self._folder.name)
         self.port, self._page = free_port(), free_port()
         self.master: subprocess.Popen[bytes] | None = None
-        self.worker: subprocess.Popen[bytes] | None = None
+        self.workers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         self.path.chmod(0o755)
         self.start_master()
-        self.start_worker()
+        for _ in range(self._count):
+            self.start_worker()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill_worker()
+        self.kill_workers()
         self.kill_master()
         self._folder.cleanup()
 
@@ -71,26 +75,26 @@ class StandaloneCluster:
         work.chmod(0o777)
         words = ["worker.Worker", "--host", "127.0.0.1", "--webui-port", str(free_port())]
         words += ["--cores", str(self._cores), "--memory", "2g", "--work-dir", str(work), self.url]
-        self.worker = self._start("worker", words, hidden=True)
+        self.workers.append(self._start("worker", words, hidden=True))
         wait_for(lambda: self.said("worker").count("Successfully registered") > before, "the worker is registered")
 
     def kill_master(self) -> None:
         """SIGKILL the master."""
         _kill(self.master)
 
-    def kill_worker(self) -> None:
-        """SIGKILL the worker's JVM; end its executors, which outlive it for a moment."""
+    def kill_workers(self) -> None:
+        """SIGKILL the workers' JVMs; end their executors, which outlive them for a moment."""
         below = self.processes("")
-        _kill(self.worker)
+        while self.workers:
+            _kill(self.workers.pop())
         for process in below:
             _end(process)
 
     def processes(self, words: str) -> list[psutil.Process]:
-        """Return the processes below the worker whose command line holds `words`."""
-        if self.worker is None or not psutil.pid_exists(self.worker.pid):
-            return []
+        """Return the processes below the workers whose command line holds `words`."""
+        living = (psutil.Process(worker.pid) for worker in self.workers if psutil.pid_exists(worker.pid))
         found = []
-        for process in psutil.Process(self.worker.pid).children(recursive=True):
+        for process in [below for worker in living for below in worker.children(recursive=True)]:
             try:
                 if words in " ".join(process.cmdline()):
                     found.append(process)
@@ -127,6 +131,15 @@ class StandaloneCluster:
             command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", hide, str(self._hidden), *command]
         with (self.path / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=self.path, **user)  # type: ignore[call-overload,no-any-return] # the user's arguments
+
+
+def worker_python() -> str | None:
+    """Return a Python for workers, of this minor version, outside of this environment; None if there is none."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    system = Path("/usr/bin") / name
+    if os.geteuid() == 0:
+        return str(system) if system.exists() else None
+    return str(Path(sys.base_prefix) / "bin" / name)
 
 
 def _kill(process: subprocess.Popen[bytes] | None) -> None:

@@ -323,7 +323,7 @@ class World:
         if self.pick(3):
             self.consumer.resume()
         else:
-            self.consumer.pause()
+            self.consumer.pause("the receiver wants no more")
         self.reference.is_active = self.consumer.phase is Phase.ACTIVE
 
     def rewind(self) -> None:
@@ -486,7 +486,7 @@ class World:
             ]
             if known[0] != known[1] and position > position_of(seen.cursor, 1) and message.id not in seen.retried:
                 self.broken(f"{message.id} is settled by the {'changes' if known[0] else 'snapshot'} alone")
-        for what in ("cursor", "generation", "run", "phase", "counters", "dead", "retried"):
+        for what in ("cursor", "generation", "run", "phase", "phase_reason", "counters", "dead", "retried"):
             if getattr(state, what) != getattr(seen, what):
                 self.broken(f"the changes' {what} is {getattr(state, what)}, the snapshot's {getattr(seen, what)}")
         for position, fact in seen.facts.items():

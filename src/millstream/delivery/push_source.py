@@ -159,9 +159,8 @@ class ConsumerSource:
         """See `PushSource`."""
         with self._running.lock:
             if not self._is_gone():
-                self._running.machine.pause()
+                self._running.machine.pause(error)
                 self._running.save()
-        self._running.push_error = error
         self._sync()
 
     def _is_gone(self) -> bool:

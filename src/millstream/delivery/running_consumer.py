@@ -541,8 +541,8 @@ class Running:
             return f"records wait because their table is quarantined: {names}"
         if self.is_removed:
             return "it isn't in millstream.toml any longer, and stays paused until it is there again, or removed"
-        if self.push_error is not None:
-            return self.push_error
+        if (reason := self.push_error or self.machine.phase_reason) is not None:
+            return reason
         left_out = self._records.left_out()
         if left_out:
             return f"a consumer of kind latest leaves out tables without a key: {', '.join(left_out)}"

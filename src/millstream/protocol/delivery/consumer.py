@@ -66,6 +66,8 @@ class Consumer(Lettered):
         self._run = run
         self._generation = state.generation
         self._phase = state.phase
+        self.phase_reason = state.phase_reason
+        """The reason why the consumer was paused, if no operator did it."""
         self._answer_number = 0
         self._read_upto = self._noted_cursor = state.cursor
         self._last = position_of(state.cursor, 1)
@@ -515,10 +517,14 @@ class Consumer(Lettered):
 
     # --- steering ----------------------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
-        """Deliver nothing until `resume`. Acks count and deliveries expire."""
+    def pause(self, reason: str | None = None) -> None:
+        """Deliver nothing until `resume`. Acks count and deliveries expire.
+
+        Args:
+            reason: what `phase_reason` has until then, if no operator pauses the consumer.
+        """
         if self._phase is Phase.ACTIVE:
-            self._steer(Phase.PAUSED)
+            self._steer(Phase.PAUSED, reason)
 
     def resume(self) -> None:
         """Deliver again. A consumer that was cut off needs `rewind`."""
@@ -559,9 +565,9 @@ class Consumer(Lettered):
             self._open()
             self._pending.hold(held)
 
-    def _steer(self, phase: Phase) -> None:
-        self._phase = phase
-        self._changes.append(Steered(phase))
+    def _steer(self, phase: Phase, reason: str | None = None) -> None:
+        self._phase, self.phase_reason = phase, reason
+        self._changes.append(Steered(phase, reason))
 
     def _begin_generation(self, cursor: int, end: int | None = None) -> None:
         held = self._pending.held
@@ -591,7 +597,8 @@ class Consumer(Lettered):
                 state.open.update(entry.replaced)
             if entry.last is not None or entry.failures or entry.not_before:
                 state.facts[position] = fact_of(entry)
-        state.cursor, state.generation, state.run, state.phase = self.cursor, self._generation, self._run, self._phase
+        state.cursor, state.generation, state.run = self.cursor, self._generation, self._run
+        state.phase, state.phase_reason = self._phase, self.phase_reason
         state.counters, state.time = replace(self.counters), self._noted_time
         state.dead, state.retried = dict(self._letters.dead), dict(self._letters.retried)
         return state

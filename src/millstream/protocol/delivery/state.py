@@ -85,6 +85,8 @@ class State:
     run: int = 0
     """The last run that began."""
     phase: Phase = Phase.ACTIVE
+    phase_reason: str | None = None
+    """The reason why the consumer was paused, if no operator did it."""
     counters: Counters = field(default_factory=Counters)
     upto: int = 0
     """A position up to which every message is settled, except those in `open`."""
@@ -163,8 +165,8 @@ class State:
                 self.generation, self.cursor, self.upto = generation, cursor, position_of(cursor, 1)
                 self.open, self.settled, self.unread, self.facts, self.relied = set(), set(), set(), {}, 0
                 bury_again(self.dead, self.retried, generation, end)
-            case Steered(phase):
-                self.phase = phase
+            case Steered(phase, reason):
+                self.phase, self.phase_reason = phase, reason
             case Started(run):
                 self.run = run
             case Timed(now):
@@ -227,6 +229,7 @@ class State:
             "generation": self.generation,
             "run": self.run,
             "phase": str(self.phase),
+            "phase_reason": self.phase_reason,
             "counters": [self.counters.delivered, self.counters.redelivered, self.counters.acked],
             "upto": self.upto,
             "open": sorted(self.open),
@@ -249,6 +252,7 @@ class State:
             generation=value["generation"],
             run=value["run"],
             phase=Phase(value["phase"]),
+            phase_reason=value.get("phase_reason"),
             counters=Counters(*value["counters"]),
             upto=value["upto"],
             open=set(value["open"]),

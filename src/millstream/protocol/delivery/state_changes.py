@@ -117,6 +117,8 @@ class Steered(NamedTuple):
     """The phase changed."""
 
     phase: Phase
+    reason: str | None = None
+    """The reason why a consumer was paused, if no operator did it."""
 
 
 Change: TypeAlias = (
@@ -157,7 +159,7 @@ def decode(value: Sequence[Any]) -> Change:
     if kind is Died:
         return Died(letter_from_json(value[1:]))
     if kind is Steered:
-        return Steered(Phase(value[1]))
+        return Steered(Phase(value[1]), *value[2:])
     change: Change = kind(*value[1:])
     return change
 
