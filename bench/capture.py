@@ -29,7 +29,7 @@ from bench.source import (
     recvlogical_rows_s,
 )
 from millstream.codec.pgoutput import warm
-from millstream.protocol.stream_or_chunks import CatchUpMode
+from millstream.protocol.catch_up_mode import CatchUpMode
 from millstream.testing.postgres import EmbeddedPostgres
 
 COPY_ROWS = 2_000_000

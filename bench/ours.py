@@ -21,7 +21,7 @@ from millstream.errors import MillstreamError
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Lsn, parse_lsn
-from millstream.protocol.stream_or_chunks import CatchUpMode
+from millstream.protocol.catch_up_mode import CatchUpMode
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.wal.writing.writer import LogWriter
 

@@ -13,9 +13,9 @@ from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.routing.partitions import PartitionTemplate
-from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
 from millstream.routing.rules import HashRing, Matcher, RuleTarget, ShardConfig, SpecificTarget
+from millstream.routing.shard_map import ShardMap
 
 ROWS = 2_000_000
 CALL_ROWS = 100_000
@@ -46,7 +46,7 @@ def routed() -> Iterator[Figure]:
         rules,
         shard_of_table=lambda _: None,
         partitions={"public.clicks": PartitionTemplate.parse("{at:%Y-%m-%d}")},
-        ring=ShardRouter.ring(shards),
+        ring=ShardMap.ring(shards),
         era=1,
     )
     calls = [_call(number, min(CALL_ROWS, rows)) for number in range(max(1, rows // CALL_ROWS))]

@@ -20,12 +20,12 @@ from tests.console.homes import followed_home
 from tests.wal.plain_operations import plain_ops, plain_table
 
 from millstream.app import status as status_module
-from millstream.app.conditions import what_to_run
 from millstream.app.lake_sessions import _quarantined
 from millstream.app.open_home import open_other
 from millstream.app.status import collect_status
 from millstream.app.table_requests import copy_table, retry_table
 from millstream.app.table_status import fold_failures_of, quarantine_of, tables_of
+from millstream.app.trouble_rules import what_to_run
 from millstream.catalog import Catalog, TableState
 from millstream.catalog.pipeline_tables import LastFigures, QuarantinedTable, TableFigures
 from millstream.cli.main import cli

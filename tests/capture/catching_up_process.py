@@ -18,7 +18,7 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.run import run_capture
 from millstream.catalog import Catalog
 from millstream.model.operations import FIRST_SHARD
-from millstream.protocol.stream_or_chunks import CatchUpMode
+from millstream.protocol.catch_up_mode import CatchUpMode
 from millstream.wal.writing.writer import LogWriter
 
 

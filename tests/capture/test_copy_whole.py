@@ -28,7 +28,7 @@ from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import Seq
-from millstream.protocol.stream_or_chunks import CatchUpMode, Mode
+from millstream.protocol.catch_up_mode import CatchUpMode, Mode
 from millstream.wal.reader import StreamReader
 
 pytestmark = pytest.mark.siege

@@ -13,7 +13,7 @@ from tests.capture.test_column_rules import TABLE, digest, holds, records, ruled
 from millstream.catalog import TableState
 from millstream.errors import MillstreamError
 from millstream.model.column_rules import Rule, SourceRules
-from millstream.protocol.stream_or_chunks import CatchUpMode
+from millstream.protocol.catch_up_mode import CatchUpMode
 
 SECRET = "canary-7c1f"
 ROOT = (

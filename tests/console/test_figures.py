@@ -19,7 +19,7 @@ from millstream.app.status import collect_status
 from millstream.console import charts_page
 from millstream.console.html import Rendered
 from millstream.home.figure_ring import PERIODS, Figure, FigureRing, Period
-from millstream.serving.figures import OF_STREAM, Figures
+from millstream.serving.chart_history import OF_STREAM, Figures
 
 START_S: Final = 1_800_000_000
 FIGURES: Final = (Figure("a", "A", "records", "mean"), Figure("b", "B", "bytes"), Figure("c", "C", "bytes", "least"))

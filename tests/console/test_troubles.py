@@ -12,8 +12,8 @@ from tests.console.homes import filled_home
 from tests.console.test_html import Seen
 
 from millstream.app.alerts.observations import Observations
-from millstream.app.conditions import Bounds, Condition, Kind, judge
 from millstream.app.status import collect_status
+from millstream.app.trouble_rules import Bounds, Condition, Kind, judge
 from millstream.config.alerts_model import AlertsConfig
 from millstream.console import log_page, pages, table_page
 from millstream.console.html import Piece, Rendered

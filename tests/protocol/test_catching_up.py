@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.model.positions import Lsn
-from millstream.protocol.stream_or_chunks import (
+from millstream.protocol.catch_up_mode import (
     CHUNK_CHANGES,
     CHUNK_WAL_BYTES,
     START_BYTES,

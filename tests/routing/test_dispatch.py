@@ -35,9 +35,9 @@ from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import SinkOutcome
 from millstream.routing import dispatch
 from millstream.routing.dispatch import Deliveries, Dispatcher
-from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
 from millstream.routing.rules import HashRing, Matcher, RuleTarget, ShardConfig, SpecificTarget
+from millstream.routing.shard_map import ShardMap
 from millstream.routing.sinks import BufferSink
 from millstream.testing.errors import code_of
 from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
@@ -450,7 +450,7 @@ def test_operations_that_a_buffer_has_no_room_for_wait_until_one_deadline() -> N
 
 def test_a_buffer_gets_each_key_on_one_of_its_shards_in_order() -> None:
     rules = ShardConfig((SpecificTarget(Matcher.parse(".*"), RuleTarget.parse("ring", "copies")),), HashRing())
-    router = Router(rules, shard_of_table=lambda _: None, ring=ShardRouter.ring(shards(2)))
+    router = Router(rules, shard_of_table=lambda _: None, ring=ShardMap.ring(shards(2)))
     server = MemoryServer()
     buffer = MemoryBuffer(server, "copies", create_shards=3)
     sink = BufferSink(buffer)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from millstream.errors import RoutingError
 from millstream.routing._xxh64 import hash_bytes
 from millstream.routing.hashing import key_hashes
-from millstream.routing.ring import ShardRouter
+from millstream.routing.shard_map import ShardMap
 from millstream.testing.errors import coded
 
 
@@ -63,7 +63,7 @@ def test_keys_have_the_hashes_that_they_always_had(key: list[tuple[Any, pa.DataT
 
 
 def test_shards_of_a_ring_are_those_that_they_always_were() -> None:
-    ring = ShardRouter.ring([0, 1, 2, 3])  # type: ignore[list-item]
+    ring = ShardMap.ring([0, 1, 2, 3])  # type: ignore[list-item]
     found = ring.shards_of(key_hashes([pa.array(range(32), pa.int64())]))
     assert found.tolist() == [
         1,

@@ -17,7 +17,6 @@ from millstream.model.operations import TableRows
 from millstream.model.positions import Offset, Seq
 from millstream.routing.hashing import key_hashes
 from millstream.routing.partitions import PartitionTemplate
-from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router, in_key_order
 from millstream.routing.rules import (
     HashRing,
@@ -28,6 +27,7 @@ from millstream.routing.rules import (
     ShardConfig,
     SpecificTarget,
 )
+from millstream.routing.shard_map import ShardMap
 from millstream.testing.errors import coded
 from millstream.wal.writing.frame_plan import plan_group
 
@@ -46,7 +46,7 @@ def router(
         rules,
         shard_of_table=lambda _: None if own is None else ShardId(own),
         partitions={} if partitions is None else {"public.clicks": PartitionTemplate.parse(partitions)},
-        ring=ShardRouter.ring(shards(count)),
+        ring=ShardMap.ring(shards(count)),
         era=era,
     )
 
@@ -103,7 +103,7 @@ def test_what_no_rule_takes_goes_to_the_tables_shard_then_the_ring_then_nowhere(
     some = ShardConfig((rule(".*", "shard:0", "id = 1"),), HashRing())
     rows = rows_of([1, 2])
     assert where(router(some, own=2).place(PLAIN, rows))[1][1] == 2
-    by_ring = int(ShardRouter.ring(shards(4)).shards_of(key_hashes([pa.array([2])]))[0])
+    by_ring = int(ShardMap.ring(shards(4)).shards_of(key_hashes([pa.array([2])]))[0])
     only_key = ShardConfig((rule(".*", "devnull", "id = 1"),), HashRing())
     assert where(router(only_key).place(KEYED, rows))[1][1] == by_ring
     with pytest.raises(RoutingError, check=coded("no_route_matches"), match="1 of 2 rows") as caught:
@@ -211,7 +211,7 @@ def test_rows_that_stay_have_indexes_without_gaps_in_each_operation() -> None:
 @given(IDS, st.integers(1, 5), st.integers(1, 5))
 def test_placed_anew_is_as_if_placed_then(ids: list[int | None], before: int, after: int) -> None:
     old = router(RING, count=before, partitions="{day}")
-    new = old.with_ring(ShardRouter.ring(shards(after)), era=2)
+    new = old.with_ring(ShardMap.ring(shards(after)), era=2)
     rows = rows_of(ids, days=["xy"[n % 2] for n in range(len(ids))])
     anew = new.place_anew(ops_of(old.place(KEYED, rows)))
     straight = new.place(KEYED, rows)
@@ -225,8 +225,8 @@ def test_placed_anew_rows_stay_in_partitions_that_others_made(ids: list[int | No
     made = router(RING, count=3, partitions="{day}").place(
         KEYED, rows_of(ids, days=["xy"[n * n % 3 % 2] for n in range(len(ids))])
     )
-    new = router(RING, count=3).with_ring(ShardRouter.ring(shards(after)), era=2)
-    straight = router(RING, count=3, partitions="{day}").with_ring(ShardRouter.ring(shards(after)), era=2)
+    new = router(RING, count=3).with_ring(ShardMap.ring(shards(after)), era=2)
+    straight = router(RING, count=3, partitions="{day}").with_ring(ShardMap.ring(shards(after)), era=2)
     found, wanted = (one.place_anew(ops_of(made)).tables for one in (new, straight))
     of_keys: list[dict[int | None, list[tuple[int, int, str | None, int]]]] = []
     for entries in (found, wanted):

@@ -36,7 +36,7 @@ from millstream.model.writes import AppendBatch, WriteId
 from millstream.processes.role_locks import holder
 from millstream.protocol.deduplication import known_writes
 from millstream.routing.hashing import key_hashes
-from millstream.routing.ring import ShardRouter
+from millstream.routing.shard_map import ShardMap
 from millstream.serving.metrics import prometheus_text
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
@@ -97,7 +97,7 @@ def assert_order(rows: list[dict[str, Any]]) -> None:
 
 
 def expected_shard(key: int, shards: int) -> int:
-    ring = ShardRouter.ring([ShardId(n) for n in range(shards)])
+    ring = ShardMap.ring([ShardId(n) for n in range(shards)])
     return int(ring.shards_of(key_hashes([pa.array([key])]))[0])
 
 

@@ -29,11 +29,11 @@ from millstream.administration.lake_checks import (
     id_in,
     probe_lake_catalog,
 )
-from millstream.app.conditions import Kind, what_to_run
 from millstream.app.status import collect_status, live_progress
 from millstream.app.status_words import undelivered, why_and_since
 from millstream.app.table_checks import refused_tables
 from millstream.app.table_status import tables_of
+from millstream.app.trouble_rules import Kind, what_to_run
 from millstream.errors import LogError, MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config
 from millstream.home.home import Home
@@ -507,7 +507,7 @@ def _regions(home: Home, name: str, stream: StreamConfig) -> str:
     """Check that each log belongs to its region, and that tables can merge as configured."""
     from millstream.regions.declared_merges import check_merges
     from millstream.regions.region_clocks import newest_time
-    from millstream.regions.region_logs import region_readers
+    from millstream.regions.region_folders import region_readers
 
     if home.has_catalog():
         with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):

@@ -24,6 +24,7 @@ from typing import Final
 
 import millstream
 from millstream.errors import UsageError
+from millstream.errors.missing_extras import missing_extra
 from millstream.private_files import replacing
 
 EXTRA: Final = ("deltalake", "obstore", "pyiceberg")
@@ -149,12 +150,7 @@ def _distributions() -> Iterator[Distribution]:
         except PackageNotFoundError as error:
             if is_optional:
                 continue
-            raise UsageError(
-                f"executors need {name}, which isn't installed here",
-                code="missing_extra",
-                hint="pip install 'millstream[executor]'",
-                extra="executor",
-            ) from error
+            raise missing_extra(f"executors need {name}", "executor") from error
         waiting += _required(name)
 
 

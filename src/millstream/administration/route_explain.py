@@ -23,8 +23,8 @@ from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import FIRST_SHARD, append_rows
 from millstream.model.schema import Column, TableSchema
-from millstream.routing.ring import ShardRouter
 from millstream.routing.rules import DEVNULL, ShardConfig
+from millstream.routing.shard_map import ShardMap
 from millstream.writers.stream_routing import plain_name, ring_router, router_of, wanted_era
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def explain_route(
     known, era = _known(home, name, namespace, own, as_of)
     if as_of is None:
         era = wanted_era(config, era)
-    places = (ShardRouter.single(FIRST_SHARD) if era is None else ring_router(era)).led_by(leaders_of(home, name))
+    places = (ShardMap.single(FIRST_SHARD) if era is None else ring_router(era)).led_by(leaders_of(home, name))
     facts: dict[str, Any] = {
         "stream": name,
         "table": qualified_name(namespace, own),

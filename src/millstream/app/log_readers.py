@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from millstream.errors import UnknownStream, UsageError
+from millstream.errors.missing_extras import missing_extra
 from millstream.model.ids import parse_region_log_name
 from millstream.model.names import parse_qualified_name
 
@@ -81,9 +82,4 @@ def check_age_of_copy(home: Home, stream: str) -> None:
 
 def needs_run(error: ModuleNotFoundError, what: str = "appending") -> UsageError:
     """Return the error for a module that only `millstream[run]` brings."""
-    return UsageError(
-        f"{what} needs {error.name}, which isn't installed",
-        code="missing_extra",
-        hint="pip install 'millstream[run]'",
-        extra="run",
-    )
+    return missing_extra(f"{what} needs {error.name}", "run")

@@ -15,7 +15,8 @@ import structlog
 
 from millstream.app.cluster import ACT, UNTESTED, checks_in
 from millstream.app.master_watch import MasterWatch
-from millstream.errors import EngineError, LogError, MillstreamError, UsageError, may_pass
+from millstream.errors import EngineError, LogError, MillstreamError, may_pass
+from millstream.errors.missing_extras import missing_extra
 from millstream.home.config_mapping import pipeline_config, spark_options
 from millstream.home.home import Home
 from millstream.leadership.node_roles import Roles, ending_with_lead
@@ -241,12 +242,7 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
     try:
         from millstream.spark.session import open_context
     except ImportError as error:
-        raise UsageError(
-            f"the pipeline needs {error.name}, which isn't installed",
-            code="missing_extra",
-            hint="pip install 'millstream[spark]'",
-            extra="spark",
-        ) from error
+        raise missing_extra(f"the pipeline needs {error.name}", "spark") from error
     with (
         RoleLock.take(home.run_folder, "pipeline", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         home.open_catalog() as catalog,

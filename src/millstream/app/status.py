@@ -162,7 +162,7 @@ Live: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
 
 def _followed(home: Home, name: str, readers: dict[str, StreamReader], problems: list[str]) -> dict[str, Any]:
     """Return the facts of a stream that the catalog lacks: a node that follows has its log nevertheless."""
-    from millstream.app.followed_logs import facts_of_log
+    from millstream.app.status_from_log import facts_of_log
     from millstream.wal.reader import StreamReader
 
     found: dict[str, Any] = {"name": name, "id": None, "state": "never run", "errors": {}}

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.buffers.kafka_errors import SILENT, error_of_kafka
-from millstream.errors import BufferMissing, BufferRefused, BufferUnavailable, UsageError
+from millstream.errors import BufferMissing, BufferRefused, BufferUnavailable
+from millstream.errors.missing_extras import missing_extra
 from millstream.model.addresses import is_brokers
 
 if TYPE_CHECKING:
@@ -36,12 +37,7 @@ def client_settings(servers: str, options: Mapping[str, str], name: str, *, what
     try:
         import confluent_kafka  # noqa: F401 - only whether it is there
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{what} {name} needs {error.name}, which isn't installed",
-            code="missing_extra",
-            hint="pip install 'millstream[kafka]'",
-            extra="kafka",
-        ) from error
+        raise missing_extra(f"{what} {name} needs {error.name}", "kafka") from error
     if not is_brokers(servers):
         raise BufferRefused(
             f"the brokers of {what} {name} can't be read as a list of addresses",

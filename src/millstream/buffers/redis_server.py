@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import BufferMissing, BufferRefused, BufferUnavailable, UsageError, WriteBufferError
+from millstream.errors import BufferMissing, BufferRefused, BufferUnavailable, WriteBufferError
+from millstream.errors.missing_extras import missing_extra
 from millstream.model.addresses import MASK, mask_address
 from millstream.model.ids import ShardId
 
@@ -62,12 +63,7 @@ def connect(url: str, name: str, *, timeout_s: float, what: str = "write buffer"
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{what} {name} needs {error.name}, which isn't installed",
-            code="missing_extra",
-            hint="pip install 'millstream[redis]'",
-            extra="redis",
-        ) from error
+        raise missing_extra(f"{what} {name} needs {error.name}", "redis") from error
     answers_s = min(timeout_s, _ANSWERS_WITHIN_S)
     refused = BufferRefused(
         f"the address of {what} {name} is none, or can be read in two ways",

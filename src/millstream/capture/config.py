@@ -13,7 +13,7 @@ from millstream.model.column_rules import SourceRules
 from millstream.model.ids import ShardId
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Lsn
-from millstream.protocol.stream_or_chunks import CHUNK_CHANGES, CHUNK_WAL_BYTES, START_BYTES, CatchUpMode, Mode
+from millstream.protocol.catch_up_mode import CHUNK_CHANGES, CHUNK_WAL_BYTES, START_BYTES, CatchUpMode, Mode
 
 
 def one_shard(table: str) -> ShardId:

@@ -66,7 +66,7 @@ from millstream.model.ids import SourceId, StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import LogAppender
-from millstream.protocol.stream_or_chunks import BacklogChunk, Mode, ModeChoice
+from millstream.protocol.catch_up_mode import BacklogChunk, Mode, ModeChoice
 
 logger = structlog.get_logger("millstream.capture")
 

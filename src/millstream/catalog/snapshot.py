@@ -17,8 +17,9 @@ from millstream.catalog.row_types import PipelinePosition, SourceRow, StreamRow,
 from millstream.catalog.schema_versions import NameOfTable, name_of
 from millstream.catalog.sources import followed_fact, source_row
 from millstream.catalog.store import Catalog
-from millstream.catalog.streams import stream_row, writer_row
+from millstream.catalog.streams import stream_row
 from millstream.catalog.tables import table_row
+from millstream.catalog.writer_epochs import writer_row
 from millstream.model.ids import Epoch, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.protocol.sequencer import Ledger

@@ -15,6 +15,7 @@ from millstream.catalog.row_types import HomeIdentity
 from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
 from millstream.catalog.tables import Tables
+from millstream.catalog.writer_epochs import WriterEpochs
 from millstream.closing import Closing
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from millstream.protocol.sequencer import Ledger
 
 
-class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts, Closing):
+class Catalog(Streams, WriterEpochs, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts, Closing):
     """A home's catalog. Opening it creates it, or upgrades it to this version's schema.
 
     Args:

@@ -1,26 +1,23 @@
-"""The catalog's streams and their homes, their writers with epochs, and the numbers reserved."""
+"""The catalog's streams and their homes."""
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 from uuid import UUID, uuid4
 
-from sqlalchemy import Connection, Row, Select, func, literal, select, update
+from sqlalchemy import Connection, Row, Select, literal, select
 
 import millstream.catalog.sql_tables as t
-from millstream.catalog.catalog_part import CatalogPart, greater, lock_stream, now_us
-from millstream.catalog.database import CatalogDatabase
+from millstream.catalog.catalog_part import CatalogPart, now_us
 from millstream.catalog.facts import write_fact
-from millstream.catalog.row_types import HomeIdentity, StreamRow, WriterRow
-from millstream.errors import CatalogError, StaleEpoch, UnknownStream
-from millstream.model.ids import Epoch, StreamId, WriterId, check_stream_name
-from millstream.model.positions import Seq
+from millstream.catalog.row_types import HomeIdentity, StreamRow
+from millstream.errors import CatalogError, UnknownStream
+from millstream.model.ids import StreamId, check_stream_name
 
 
 class Streams(CatalogPart):
-    """Streams and writers."""
+    """Streams, by name and by home."""
 
     _home: HomeIdentity | None
 
@@ -114,93 +111,7 @@ class Streams(CatalogPart):
         here = (t.facts.c.scope == literal("homes/").concat(t.streams.c.id)) & (t.facts.c.name == self._home.id)
         return query.join(t.facts, here)
 
-    # --- writers and numbers -----------------------------------------------------------------------------------
-
-    def register_writer(
-        self, stream: StreamId, name: str = "writer", *, above: Epoch = Epoch(0)
-    ) -> tuple[WriterId, Epoch]:
-        """Register the newest incarnation of a writer; the earlier one is fenced from now on.
-
-        Args:
-            above: an epoch in the log, if the catalog is older than the log.
-
-        Returns:
-            The writer's id (from 1; the same for a name for ever) and an epoch above all epochs of the stream so far.
-        """
-        with self._database.write() as connection:
-            lock_stream(connection, stream)
-            epoch = connection.execute(
-                update(t.streams)
-                .where(t.streams.c.id == str(stream))
-                .values(epoch=greater(t.streams.c.epoch, above) + 1)
-                .returning(t.streams.c.epoch)
-            ).scalar_one()
-            mine = (t.writers.c.stream == str(stream)) & (t.writers.c.name == name)
-            writer = connection.execute(select(t.writers.c.id).where(mine)).scalar()
-            values = {"epoch": epoch, "pid": os.getpid(), "registered_us": now_us()}
-            if writer is None:
-                last = select(func.coalesce(func.max(t.writers.c.id), 0)).where(t.writers.c.stream == str(stream))
-                writer = connection.execute(last).scalar_one() + 1
-                connection.execute(
-                    self._database.insert(t.writers).values(stream=str(stream), id=writer, name=name, **values)
-                )
-            else:
-                connection.execute(update(t.writers).where(mine).values(**values))
-        return WriterId(writer), Epoch(epoch)
-
-    def writers(self, stream: StreamId) -> list[WriterRow]:
-        """Return the stream's writers, each in its newest incarnation, by id."""
-        with self._database.read() as connection:
-            query = select(t.writers).where(t.writers.c.stream == str(stream)).order_by(t.writers.c.id)
-            rows = connection.execute(query).all()
-        return [writer_row(row) for row in rows]
-
-    def reservations(self, stream: StreamId) -> StreamReservations:
-        """Return the stream's number reservations, as `ports.SeqReservations`."""
-        return StreamReservations(self._database, stream)
-
-    def reserved(self, stream: StreamId) -> Seq:
-        """Return the greatest number ever reserved for a stream."""
-        return self.reservations(stream).reserved()
-
 
 def stream_row(row: Row[Any]) -> StreamRow:
     """Return a row of `streams` as a value."""
     return StreamRow(StreamId(UUID(row.id)), row.name, row.created_us)
-
-
-def writer_row(row: Row[Any]) -> WriterRow:
-    """Return a row of `writers` as a value."""
-    stream = StreamId(UUID(row.stream))
-    return WriterRow(stream, WriterId(row.id), row.name, Epoch(row.epoch), row.pid, row.registered_us)
-
-
-class StreamReservations:
-    """The embedded sequencer's durable bound for one stream: `ports.SeqReservations`."""
-
-    def __init__(self, database: CatalogDatabase, stream: StreamId) -> None:
-        self._database = database
-        self._stream = stream
-
-    def reserved(self) -> Seq:
-        """Return the greatest number ever reserved; numbers up to it may have been given out."""
-        with self._database.read() as connection:
-            query = select(t.streams.c.reserved).where(t.streams.c.id == str(self._stream))
-            return Seq(connection.execute(query).scalar() or 0)
-
-    def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:
-        """Durably reserve up to `seq`; a lower one changes nothing.
-
-        Raises:
-            StaleEpoch: no writer of the stream has `epoch` now.
-        """
-        with self._database.write() as connection:
-            lock_stream(connection, self._stream)  # a newer writer registers before this or after it, never during it
-            query = select(t.writers.c.epoch).where(t.writers.c.stream == str(self._stream))
-            epochs = connection.execute(query).scalars().all()
-            if epoch not in epochs:
-                raise StaleEpoch(
-                    f"epoch {epoch} is fenced: a newer writer registered (now {max(epochs, default=0)})", epoch=epoch
-                )
-            lower = (t.streams.c.id == str(self._stream)) & (t.streams.c.reserved < seq)
-            connection.execute(update(t.streams).where(lower).values(reserved=seq))

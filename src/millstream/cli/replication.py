@@ -67,7 +67,8 @@ def follow(
         from millstream.app.alerts.alert_sender import watched_alerts
         from millstream.model.addresses import mask_address
         from millstream.model.replication import check_node_name
-        from millstream.nodes.follower_process import begin_to_follow, follow_home, logs_to_rebuild, start_anew
+        from millstream.nodes.follower_process import begin_to_follow, follow_home, start_anew
+        from millstream.nodes.region_copies import logs_to_rebuild
         from millstream.processes.child_process import Lifeline
         from millstream.processes.logs import configure_logs
 
@@ -99,7 +100,7 @@ def follow(
 @pass_invocation
 def replicas(invocation: Invocation, as_json: bool) -> None:
     """List the nodes that have this home's streams, with their lag."""
-    from millstream.app.conditions import node_errors
+    from millstream.app.trouble_rules import node_errors
     from millstream.nodes.replicas import list_replicas
 
     found = list_replicas(invocation.home(needs_source=False))

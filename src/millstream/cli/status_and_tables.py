@@ -232,7 +232,7 @@ def _held(stream: dict[str, Any]) -> str:
 
 def _print_hints(tables: list[dict[str, Any]]) -> None:
     """Print the commands for tables that were quarantined, or that wait."""
-    from millstream.app.conditions import what_to_run
+    from millstream.app.trouble_rules import what_to_run
 
     for table in tables:
         if hint := what_to_run(table):

@@ -37,6 +37,7 @@ from millstream.client.http_requests import (
 from millstream.client.http_retries import Exchange, HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
 from millstream.client.write_session import Session, session_of
 from millstream.errors import RemoteError, UsageError
+from millstream.errors.missing_extras import missing_extra
 from millstream.model.positions import StreamToken
 from millstream.model.steps import Steps, blocking, run
 from millstream.model.writes import SessionFacts
@@ -44,12 +45,7 @@ from millstream.model.writes import SessionFacts
 try:
     import httpx
 except ModuleNotFoundError as missing:
-    raise UsageError(
-        "millstream.connect needs httpx, which isn't installed",
-        code="missing_extra",
-        hint="pip install 'millstream[client]'",
-        extra="client",
-    ) from missing
+    raise missing_extra("millstream.connect needs httpx", "client") from missing
 
 if TYPE_CHECKING:
     import ssl

@@ -12,10 +12,10 @@ from millstream.console.html import Html, Part, Piece, opened, tag
 from millstream.console.page_frame import link
 from millstream.home.figure_ring import PERIODS, Figure, Period, Values
 from millstream.model.human_text import human_bytes, human_seconds
-from millstream.serving.figures import OF_HOME, OF_STREAM
+from millstream.serving.chart_history import OF_HOME, OF_STREAM
 
 if TYPE_CHECKING:
-    from millstream.serving.figures import Figures
+    from millstream.serving.chart_history import Figures
 
 _WIDTH: Final = 1000
 _HEIGHT: Final = 100

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final
 
-from millstream.app.conditions import what_to_run
 from millstream.app.record_rates import Status, consumer_key
+from millstream.app.trouble_rules import what_to_run
 from millstream.console.html import Content, Html, Part, Piece, described, escaped, opened, tag, with_code
 from millstream.console.page_frame import link
 from millstream.console.troubles import Trouble, troubles_of

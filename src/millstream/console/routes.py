@@ -54,7 +54,7 @@ from millstream.model.access import Right
 from millstream.serving.access import Caller, Credentials
 from millstream.serving.application import Application
 from millstream.serving.browser_sessions import cookie_name
-from millstream.serving.figures import Figures
+from millstream.serving.chart_history import Figures
 from millstream.serving.http_reads import Question
 from millstream.serving.problem_documents import encoded, problem_of, status_of
 from millstream.serving.request_bodies import ClientGoneError, Held, MemoryBudget, read_body

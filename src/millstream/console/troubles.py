@@ -1,6 +1,6 @@
 """Everything that is wrong in a status, each with the command that helps: conditions that last, and present errors.
 
-`app.conditions` decides which conditions hold, and the command for each.
+`app.trouble_rules` decides which conditions hold, and the command for each.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from millstream.app.conditions import node_errors
 from millstream.app.record_rates import Status
 from millstream.app.status_words import how_it_stands, undelivered, why_and_since
+from millstream.app.trouble_rules import node_errors
 
 _STOPPED: Final = ("capture_stalled", "pipeline_stalled", "replication_stalled")
 """Conditions that repeat a stream's own error."""

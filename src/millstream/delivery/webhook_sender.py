@@ -19,18 +19,13 @@ from typing import Any, Final, TypeAlias
 
 from millstream.delivery.public_addresses import is_public
 from millstream.delivery.webhook_settings import Receiver
-from millstream.errors import UsageError
+from millstream.errors.missing_extras import missing_extra
 from millstream.workers import call_in_thread
 
 try:
     import httpcore
 except ModuleNotFoundError as error:
-    raise UsageError(
-        f"webhooks need {error.name}, which isn't installed",
-        code="missing_extra",
-        hint="pip install 'millstream[run]'",
-        extra="run",
-    ) from error
+    raise missing_extra(f"webhooks need {error.name}", "run") from error
 
 ANSWER_BYTES: Final = 64 << 10
 """Most bytes of an answer that are read, its head included."""

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, cast
 
 from millstream.config.quantities import size_bytes
-from millstream.errors import ConfigError, LakeError, MillstreamError, UsageError
+from millstream.errors import ConfigError, LakeError, MillstreamError
+from millstream.errors.missing_extras import missing_extra
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE
 from millstream.home.store_profiles import with_profile
@@ -45,7 +46,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
     from millstream.capture.config import CaptureConfig
     from millstream.config.rule_checks import rules_of
     from millstream.model.column_rules import SourceRules
-    from millstream.protocol.stream_or_chunks import CatchUpMode
+    from millstream.protocol.catch_up_mode import CatchUpMode
 
     source = stream.source
     if source is None:
@@ -228,12 +229,7 @@ def _catalog(home: Home, lake: LakeConfig) -> dict[str, str]:
     if lake.format != "iceberg":
         return {}
     if find_spec("pyiceberg") is None:
-        raise UsageError(
-            "Iceberg tables need pyiceberg, which isn't installed",
-            code="missing_extra",
-            hint="pip install 'millstream[iceberg]'",
-            extra="iceberg",
-        )
+        raise missing_extra("Iceberg tables need pyiceberg", "iceberg")
     if lake.catalog_type != "sql":
         return lake.catalog
     # A writer waits for another one's commit, which takes some milliseconds.

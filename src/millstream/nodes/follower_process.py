@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from millstream.errors import (
-    ConfigError,
     DiskFull,
     Fenced,
     FollowerBehindRetention,
@@ -39,12 +38,12 @@ from millstream.leadership.node_calls import (
 )
 from millstream.leadership.node_roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.leadership.promotion_check import hearing_of_promotions, two_leaders
-from millstream.model.ids import RegionId, region_log_name
-from millstream.model.replication import Hello, NodeName, region_node
+from millstream.model.replication import Hello, NodeName
 from millstream.nodes.fill_from_store import fill, has_log
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.home_identity import instance_of
 from millstream.nodes.object_stores import store_of
+from millstream.nodes.region_copies import FollowedLog, own_copy, region_copies
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.control_socket import ControlServer
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
@@ -162,7 +161,7 @@ def follow_home(
         all_gave_up = threading.Event()
         streams = {
             copy.log: _FollowedStream(home, copy, lifeline.stop, all_gave_up)
-            for copy in (*map(_own_copy, sorted(home.config.streams)), *region_copies(home))
+            for copy in (*map(own_copy, sorted(home.config.streams)), *region_copies(home))
         }
 
         def facts() -> dict[str, Any]:
@@ -199,7 +198,7 @@ def follow_home(
 class _FollowedStream:
     """One stream, handled by its role as that changes."""
 
-    def __init__(self, home: Home, copy: _Copy, stop: threading.Event, all_gave_up: threading.Event) -> None:
+    def __init__(self, home: Home, copy: FollowedLog, stop: threading.Event, all_gave_up: threading.Event) -> None:
         self._home = home
         self._all_gave_up = all_gave_up
         self.gave_up = False
@@ -356,48 +355,10 @@ def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamErro
 
 def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowerState, only: NodeName) -> WalFollower:
     """Make a follower of a stream that takes from one node only. Raises as `WalFollower`."""
-    return _follower_of(home, replace(_own_copy(name), only=only), fact, notes)
+    return _follower_of(home, replace(own_copy(name), only=only), fact, notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A log that another node leads, and its place here."""
-
-    stream: str
-    """The log's name there."""
-    log: str
-    """The log's name here."""
-    follower: NodeName | None = None
-    """This node's name over there; None: its own name."""
-    only: NodeName | None = None
-    """The node to take it from; None: the leader."""
-
-
-def _own_copy(name: str) -> _Copy:
-    return _Copy(name, name)
-
-
-def region_copies(home: Home) -> list[_Copy]:
-    """Return other regions' logs that the configuration says to follow; new ones are noted as followed."""
-    found = []
-    roles = Roles(home)
-    for name, config in sorted(home.config.streams.items()):
-        for number in sorted(home.config.replication.region_addresses) if config.region else ():
-            if number == config.region:
-                raise ConfigError(
-                    f"region {number} is this home's own in stream {name}, and stands among [replication.regions]",
-                    hint="Name the others there.",
-                )
-            there = region_node(number)
-            copy = _Copy(name, region_log_name(name, number), region_node(RegionId(config.region)), there)
-            found.append(copy)
-            with roles.changing(copy.log) as changing:
-                if changing.fact.role is not Role.FOLLOWS:
-                    changing.put(replace(changing.fact, role=Role.FOLLOWS, leader=there))
-    return found
-
-
-def _follower_of(home: Home, copy: _Copy, fact: RoleFact, notes: FollowerState) -> WalFollower:
+def _follower_of(home: Home, copy: FollowedLog, fact: RoleFact, notes: FollowerState) -> WalFollower:
     return WalFollower(
         copy.log,
         str(home.wal_folder(copy.log)),
@@ -452,14 +413,6 @@ class _Connecting:
             if one.fact.role is Role.LEADS and one.fact.promise >= (hello.promised, hello.promised_to)
         ]
         return max(leads, key=lambda one: one.fact.promise).node if leads else None
-
-
-def logs_to_rebuild(home: Home, streams: Sequence[str], followed: Iterable[str]) -> list[str]:
-    """Return the logs of a rebuild: the named ones, other regions' too.
-
-    Without names: all logs that are followed from other nodes, or, if there are none, from other regions.
-    """
-    return list(streams) or sorted(followed) or [copy.log for copy in region_copies(home)]
 
 
 def start_anew(home: Home, stream: str) -> Path | None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from millstream.errors import ConfigError, LakeUnavailable, UsageError
+from millstream.errors import ConfigError, LakeUnavailable
+from millstream.errors.missing_extras import missing_extra
 from millstream.home.home import Home
 from millstream.home.paths import HomePaths
 from millstream.processes.role_locks import RoleLock, holder
@@ -85,12 +86,7 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
     """
     home.check_names_stream()
     if importlib.util.find_spec("pyspark") is None:
-        raise UsageError(
-            "the pipeline needs pyspark, which isn't installed",
-            code="missing_extra",
-            hint="pip install 'millstream[spark]'",
-            extra="spark",
-        )
+        raise missing_extra("the pipeline needs pyspark", "spark")
     home.prepare()
     with RoleLock.take(home.run_folder, "run", writer=home.config.writer.name, job=until_caught_up) as lock:
         conductor = _Conductor(home, on_event, until_caught_up=until_caught_up, note=lock.note)

@@ -9,7 +9,7 @@ from millstream.crdt.declared import TableMerge
 from millstream.errors import IngestError
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.schema import TableSchema
-from millstream.regions.region_logs import region_readers
+from millstream.regions.region_folders import region_readers
 
 if TYPE_CHECKING:
     from millstream.config.model import StreamConfig

@@ -29,7 +29,7 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableKind
 from millstream.regions.landed_state import place_of
 from millstream.regions.merged_table import RegionTable
-from millstream.regions.region_logs import region_logs
+from millstream.regions.region_folders import region_logs
 from millstream.spark.fold_schedule import DISK_FACTOR, FOLD_INTERVAL_S, FoldHistory, fold_is_due
 from millstream.wal.cross_region_duplicates import RepeatedWrites
 from millstream.wal.reader import StreamReader

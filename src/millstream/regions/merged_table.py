@@ -58,7 +58,7 @@ from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
 from millstream.private_files import UNFINISHED, make_folder, replacing
 from millstream.regions.declared_merges import check_forms, merge_of
-from millstream.regions.region_logs import check_region, region_logs
+from millstream.regions.region_folders import check_region, region_logs
 from millstream.regions.state_files import mapped, merge_file
 from millstream.wal.cross_region_duplicates import RepeatedWrites, is_repeat, spans_of
 from millstream.wal.reader import StreamReader, TableRecords

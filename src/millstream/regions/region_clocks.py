@@ -16,7 +16,7 @@ from millstream.crdt.region_state import HeardEnd
 from millstream.errors import LogError, MillstreamError, PositionError, ReplicationError
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.positions import Seq
-from millstream.regions.region_logs import check_region, region_logs, region_readers
+from millstream.regions.region_folders import check_region, region_logs, region_readers
 from millstream.wal.files import SystemClock
 from millstream.wal.reader import StreamReader
 from millstream.wal.truncation_check import end_at, still_says

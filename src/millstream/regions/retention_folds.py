@@ -17,7 +17,7 @@ import structlog
 
 from millstream.errors import HomeBusy, LogError, MillstreamError
 from millstream.home.retention import bounds_of
-from millstream.regions.region_logs import region_logs
+from millstream.regions.region_folders import region_logs
 from millstream.regions.region_retention import merge_holder, merge_needs, merge_needs_of_copy
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import oldest_due

@@ -18,7 +18,7 @@ from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.regions.declared_merges import merge_of
 from millstream.regions.landed_state import landed_state
 from millstream.regions.merged_table import RegionTable
-from millstream.regions.region_logs import region_logs
+from millstream.regions.region_folders import region_logs
 from millstream.wal.cross_region_duplicates import RepeatedWrites
 
 if TYPE_CHECKING:

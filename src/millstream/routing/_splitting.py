@@ -13,7 +13,7 @@ Array = Any  # numba knows the element types better than a type checker could
 
 @compiled
 def owners_of(hashes: Array, points: Array, owners: Array, buckets: Array, shift: int) -> Array:
-    """See `ShardRouter`; `buckets` has the first point that hashes with these highest bits may belong to."""
+    """See `ShardMap`; `buckets` has the first point that hashes with these highest bits may belong to."""
     found = np.empty(len(hashes), dtype=np.int64)
     down = np.uint64(shift)
     last = len(points)

@@ -20,7 +20,6 @@ from millstream.model.operations import TableRows, WriteOps
 from millstream.model.schema import TableSchema
 from millstream.routing.hashing import is_hashable, key_hashes
 from millstream.routing.partitions import PartitionTemplate
-from millstream.routing.ring import ShardRouter
 from millstream.routing.rules import (
     DEVNULL,
     HashRing,
@@ -30,6 +29,7 @@ from millstream.routing.rules import (
     ShardConfig,
     SpecificTarget,
 )
+from millstream.routing.shard_map import ShardMap
 
 ENTRIES_MAX: Final = 4096
 """Most entries of one call, shards times partitions: each is an entry of the log's directory."""
@@ -93,7 +93,7 @@ class Router:
         *,
         shard_of_table: Callable[[str], ShardId | None],
         partitions: Mapping[str, PartitionTemplate] | None = None,
-        ring: ShardRouter | None = None,
+        ring: ShardMap | None = None,
         era: int = 0,
         count: Callable[[str, int], None] | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class Router:
         self._partitions = dict(partitions or {})
         self._known: dict[tuple[TableId, SchemaVersion, str], _TableRules] = {}
 
-    def with_ring(self, ring: ShardRouter, *, era: int) -> Router:
+    def with_ring(self, ring: ShardMap, *, era: int) -> Router:
         """Return a router with the same rules and another ring."""
         return Router(
             self.rules,
@@ -214,7 +214,7 @@ class Router:
             return RoutePlan(ShardId(one), sinks)
         if codes is None or (codes == _BY_RING).any():
             assert self.ring is not None
-            by_ring = self.ring.shards_of(key_hashes([rows.column(name) for name in of_table.ring]))
+            by_ring = self.ring.shards_of_keys([rows.column(name) for name in of_table.ring])
             codes = by_ring if codes is None else np.where(codes == _BY_RING, by_ring, codes)
         return RoutePlan(codes, sinks)
 

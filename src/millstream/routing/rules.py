@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 from millstream.errors import UsageError
 from millstream.model.ids import ShardId
 from millstream.model.predicate import Predicate
-from millstream.routing.ring import VIRTUAL_NODES
+from millstream.routing.shard_map import VIRTUAL_NODES
 
 DEVNULL: Final = "devnull"
 """The sink that drops rows; known by its name alone."""

@@ -17,8 +17,7 @@ from millstream.model.buffered_operations import BufferMeta
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.ports import BufferWriting, SinkOutcome
-from millstream.routing.hashing import key_hashes
-from millstream.routing.ring import ShardRouter
+from millstream.routing.shard_map import ShardMap
 
 TOOK: Final = "took"
 """Detail of a sink's error: the part of the operation that it took."""
@@ -77,7 +76,7 @@ class BufferSink:
 
     def __init__(self, buffer: BufferWriting) -> None:
         self._buffer = buffer
-        self._ring = ShardRouter.ring(buffer.shards())
+        self._ring = ShardMap.ring(buffer.shards())
 
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
         """Implement `ports.RecordSink`: each operation is one of the buffer's on each shard that has rows of it."""
@@ -93,9 +92,9 @@ class BufferSink:
     def _parts(self, table: TableRows) -> list[TableRows]:
         rows = table.rows
         if not table.schema.key:
-            (shard,) = self._ring.shards_of(key_hashes([pa.array([table.schema.full_name])])).tolist()
+            (shard,) = self._ring.shards_of_keys([pa.array([table.schema.full_name])]).tolist()
             return [TableRows(table.schema, rows, ShardId(shard), table.partition)]
-        shards = self._ring.shards_of(key_hashes([rows.column(name) for name in table.schema.key]))
+        shards = self._ring.shards_of_keys([rows.column(name) for name in table.schema.key])
         return [
             TableRows(
                 table.schema, rows.take(pa.array(np.flatnonzero(shards == shard))), ShardId(int(shard)), table.partition

@@ -3,7 +3,7 @@
 Several processes of a home may each write to its streams, each to its own shards in the one folder. They
 share the catalog, which is in PostgreSQL then. Each writer has a thread that publishes its position, lets
 readers pass numbers given to others while it is idle, and recovers the shards of this folder's writers
-whose leases have expired.
+whose leases have expired. Which writer a newer one fences, `protocol.sequencer.ledger` decides.
 
 A writer announces to the others when it has made something readable, so that an idle one asks the catalog
 at once and not at its next turn. Announcements may get lost.

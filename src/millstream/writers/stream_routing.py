@@ -24,7 +24,6 @@ from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.process_metrics import SINK_ROWS
 from millstream.routing.partitions import PartitionTemplate
-from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
 from millstream.routing.rules import (
     HashRing,
@@ -35,6 +34,7 @@ from millstream.routing.rules import (
     ShardConfig,
     SpecificTarget,
 )
+from millstream.routing.shard_map import ShardMap
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -106,9 +106,9 @@ def router_of(
     )
 
 
-def ring_router(era: RingEra) -> ShardRouter:
+def ring_router(era: RingEra) -> ShardMap:
     """Return the ring of an era."""
-    return ShardRouter.ring([ShardId(n) for n in range(era.shards)], virtual_nodes=era.virtual_nodes)
+    return ShardMap.ring([ShardId(n) for n in range(era.shards)], virtual_nodes=era.virtual_nodes)
 
 
 def wanted_era(config: StreamConfig, newest: RingEra | None) -> RingEra | None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.app.alerts.open_alerts import Book
-from millstream.app.conditions import Condition, Kind
+from millstream.app.trouble_rules import Condition, Kind
 
 DEAD = Condition(Kind.CONSUMER_DEAD_LETTERS, "shop", "search", "it has 1 dead letter", "Look.")
 LAG = Condition(Kind.SLOT_LAG, "shop", "millstream_shop", "it holds much", "Drop it.")

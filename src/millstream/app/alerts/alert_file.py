@@ -12,7 +12,7 @@ import structlog
 
 from millstream.app.alerts.observations import Observations
 from millstream.app.alerts.open_alerts import Book
-from millstream.app.conditions import Bounds, Condition, judge
+from millstream.app.trouble_rules import Bounds, Condition, judge
 from millstream.errors import MillstreamError
 from millstream.model.addresses import mask_path
 from millstream.model.durations import duration_s

@@ -17,8 +17,8 @@ import structlog
 
 from millstream.app.alerts.alert_file import Kept, moment_text
 from millstream.app.alerts.open_alerts import Notice
-from millstream.app.conditions import Bounds, facts_of, judge, led_streams
 from millstream.app.status import collect_status
+from millstream.app.trouble_rules import Bounds, facts_of, judge, led_streams
 from millstream.backoff import Backoff
 from millstream.delivery.sinks import Outcome, Verdict
 from millstream.errors import HomeBusy, MillstreamError

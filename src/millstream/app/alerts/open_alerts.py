@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-from millstream.app.conditions import Condition, Kind
+from millstream.app.trouble_rules import Condition, Kind
 
 _MISSES: Final = 3
 """Looks in a row that must not find a condition before its alert ends: a value next to its bound makes one alert."""

@@ -31,7 +31,7 @@ from millstream.codec.pgoutput._framing import split_copy_rows
 from millstream.errors import MillstreamError, ProtocolViolation
 from millstream.failpoints import hit
 from millstream.model.positions import Lsn, format_lsn
-from millstream.protocol.stream_or_chunks import BacklogChunk
+from millstream.protocol.catch_up_mode import BacklogChunk
 
 _SMALLEST_FRAME: Final = 1 + 4 + 6 + 1
 _ROW_BYTES: Final = 6

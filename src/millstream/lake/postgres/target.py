@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from millstream.errors import LakeError, MillstreamError, UsageError
+from millstream.errors import LakeError, MillstreamError
+from millstream.errors.missing_extras import missing_extra
 from millstream.libpq import (
     ADDRESS_HINT,
     CHANGED_LOGIN_HINT,
@@ -69,12 +70,7 @@ class PostgresTarget:
         try:
             import psycopg
         except ImportError as error:
-            raise UsageError(
-                "tables in PostgreSQL need psycopg, which isn't installed",
-                code="missing_extra",
-                hint="pip install 'millstream[run]'",
-                extra="run",
-            ) from error
+            raise missing_extra("tables in PostgreSQL need psycopg", "run") from error
         parameters: Mapping[str, Any] = with_patience(_parameters(self.dsn), f"millstream {purpose}")
         try:
             connection = psycopg.connect(autocommit=True, prepare_threshold=None, **parameters)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from millstream.errors import LakeError, LakeUnavailable, MillstreamError, UsageError
+from millstream.errors import LakeError, LakeUnavailable, MillstreamError
+from millstream.errors.missing_extras import missing_extra
 from millstream.lake.history_scan import records_of
 from millstream.lake.query.query_limits import QueryBounds, QueryWatch
 from millstream.lake.query.read_only_sql import reading_statements
@@ -54,12 +55,7 @@ class Engine:
         """
         for module in ("duckdb", "fsspec"):
             if find_spec(module) is None:
-                raise UsageError(
-                    f"SQL needs {module}, which isn't installed",
-                    code="missing_extra",
-                    hint="pip install 'millstream[run]'",
-                    extra="run",
-                )
+                raise missing_extra(f"SQL needs {module}", "run")
         self.files: Final = HandedFiles()
         self._connected = call_in_thread("millstream-duckdb", partial(_connect, scratch, bounds, self.files))
         self.watch: Final = QueryWatch(bounds, scratch, self._interrupt)

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from millstream.codec.checksums import Bytes
 from millstream.errors import MillstreamError, StoreUnavailable, UsageError
+from millstream.errors.missing_extras import missing_extra
 from millstream.model.addresses import mask_address
 from millstream.model.store_options import is_on
 from millstream.private_files import UNFINISHED, replacing, sync_folder
@@ -96,12 +97,7 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
         obstore = importlib.import_module("obstore")
         store = importlib.import_module("obstore.store")
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"an object store needs {error.name}, which isn't installed",
-            code="missing_extra",
-            hint="pip install 'millstream[s3]'",
-            extra="s3",
-        ) from error
+        raise missing_extra(f"an object store needs {error.name}", "s3") from error
     config = dict(options or {})
     # An option of the HTTP client: obstore crashes if it is among the store's own. If the client
     # gets any option, its environment variable is ignored.

@@ -28,13 +28,13 @@ _NOBODY: Final = LeaderMap()
 Shards: TypeAlias = npt.NDArray[np.int64]
 
 
-class ShardRouter:
+class ShardMap:
     """The shard of every key. Made by `single`, `ring` or `ranges`; immutable."""
 
     def __init__(self, points: Hashes, owners: Shards, leaders: LeaderMap = _NOBODY) -> None:
         """Args: points of the circle, rising, at least one; the shard of each; the map of their leaders."""
         if not len(points) or len(points) != len(owners) or (points[1:] <= points[:-1]).any():
-            raise AssertionError("a router's points rise, and each has an owner")
+            raise AssertionError("a map's points rise, and each has an owner")
         self.points, self.owners, self.leaders = points, owners, leaders
         bits = min(_BUCKETS_BITS_MAX, int(len(points) * 4).bit_length())
         self._shift = 64 - bits
@@ -44,12 +44,12 @@ class ShardRouter:
 
     @classmethod
     def single(cls, shard: ShardId) -> Self:
-        """Return a router of all keys to one shard."""
+        """Return a map of all keys to one shard."""
         return cls(np.array([_LAST], dtype=np.uint64), np.array([shard], dtype=np.int64))
 
     @classmethod
     def ring(cls, shards: Sequence[ShardId], *, virtual_nodes: int = VIRTUAL_NODES) -> Self:
-        """Return a router by hash: a shard added to n gets about 1/(n + 1) of all keys, and no other key moves.
+        """Return a map by hash: a shard added to n gets about 1/(n + 1) of all keys, and no other key moves.
 
         Args:
             shards: at least one. A shard's points follow from its number alone.
@@ -65,7 +65,7 @@ class ShardRouter:
 
     @classmethod
     def ranges(cls, starts: Sequence[int], shards: Sequence[ShardId]) -> Self:
-        """Return a router by ranges of hashes: shard n from start n to below the next, the last up to 2**64 - 1.
+        """Return a map by ranges of hashes: shard n from start n to below the next, the last up to 2**64 - 1.
 
         Args:
             starts: rising, the first 0, below 2**64.
@@ -87,9 +87,13 @@ class ShardRouter:
         found: Shards = owners_of(hashes, self.points, self.owners, self._buckets, self._shift)
         return found
 
-    def led_by(self, leaders: LeaderMap) -> ShardRouter:
-        """Return the same router with another map of leaders."""
-        return ShardRouter(self.points, self.owners, leaders)
+    def shards_of_keys(self, columns: Sequence[pa.Array | pa.ChunkedArray]) -> Shards:
+        """Return the shard of each row, by its values in the columns of the key."""
+        return self.shards_of(key_hashes(columns))
+
+    def led_by(self, leaders: LeaderMap) -> ShardMap:
+        """Return the same map with another map of leaders."""
+        return ShardMap(self.points, self.owners, leaders)
 
     def leader_of(self, shard: ShardId) -> Leadership | None:
         """Return the leader of a shard, if it is known: writes to the shard go there."""
@@ -97,7 +101,7 @@ class ShardRouter:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, ShardRouter)
+            isinstance(other, ShardMap)
             and np.array_equal(self.points, other.points)
             and np.array_equal(self.owners, other.owners)
         )

@@ -9,7 +9,7 @@ import pytest
 from tests.app.alerts.statuses import consumer, well
 
 from millstream.app.alerts.observations import Observations
-from millstream.app.conditions import Bounds, Condition, facts_of, judge
+from millstream.app.trouble_rules import Bounds, Condition, facts_of, judge
 from millstream.config.alerts_model import AlertsConfig
 
 BOUNDS = Bounds.of(AlertsConfig(no_records_after="2h"))

@@ -11,7 +11,7 @@ from millstream.model.ids import Epoch, ShardId
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leader_map import LeaderMap, Leadership
 from millstream.protocol.replication.promises_and_fencing import Promise
-from millstream.routing.ring import ShardRouter
+from millstream.routing.shard_map import ShardMap
 
 HASHES = np.random.default_rng(7).integers(0, 2**64, 200_000, dtype=np.uint64)
 EDGES = np.array([0, 1, 2**63, 2**64 - 2, 2**64 - 1], dtype=np.uint64)
@@ -21,7 +21,7 @@ def shards(count: int) -> list[ShardId]:
     return [ShardId(n) for n in range(count)]
 
 
-def by_hand(router: ShardRouter, hashes: np.ndarray) -> np.ndarray:
+def by_hand(router: ShardMap, hashes: np.ndarray) -> np.ndarray:
     """Find shards by the ring's points alone, without the buckets that make it fast."""
     places = np.searchsorted(router.points, hashes)
     return router.owners[np.where(places == len(router.points), 0, places)]
@@ -29,7 +29,7 @@ def by_hand(router: ShardRouter, hashes: np.ndarray) -> np.ndarray:
 
 @given(st.integers(1, 40), st.integers(1, 300), st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50))
 def test_every_key_has_exactly_one_shard_of_a_ring(count: int, virtual_nodes: int, keys: list[int]) -> None:
-    router = ShardRouter.ring(shards(count), virtual_nodes=virtual_nodes)
+    router = ShardMap.ring(shards(count), virtual_nodes=virtual_nodes)
     hashes = np.concatenate((np.array(keys, dtype=np.uint64), EDGES, router.points, router.points + np.uint64(1)))
     found = router.shards_of(hashes)
     assert set(found.tolist()) <= set(range(count))
@@ -40,7 +40,7 @@ def test_every_key_has_exactly_one_shard_of_a_ring(count: int, virtual_nodes: in
 @given(st.sets(st.integers(1, 2**64 - 1), max_size=20), st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50))
 def test_every_key_has_exactly_one_shard_of_ranges(cuts: set[int], keys: list[int]) -> None:
     starts = [0, *sorted(cuts)]
-    router = ShardRouter.ranges(starts, shards(len(starts)))
+    router = ShardMap.ranges(starts, shards(len(starts)))
     hashes = np.concatenate((np.array(keys, dtype=np.uint64), EDGES, np.array(starts, dtype=np.uint64)))
     expected = np.searchsorted(np.array(starts, dtype=np.uint64), hashes, side="right") - 1
     assert (router.shards_of(hashes) == expected).all()
@@ -51,14 +51,14 @@ def test_the_last_range_has_the_last_value_of_the_key_space_and_each_range_its_f
     cuts: set[int], to_the_end: bool
 ) -> None:
     starts = [0, *sorted(cuts | ({2**64 - 1} if to_the_end else set()))]
-    router = ShardRouter.ranges(starts, shards(len(starts)))
+    router = ShardMap.ranges(starts, shards(len(starts)))
     ends = np.array([*(start - 1 for start in starts[1:]), 2**64 - 1], dtype=np.uint64)
     assert router.shards_of(ends).tolist() == list(range(len(starts)))
     assert router.shards_of(np.array(starts, dtype=np.uint64)).tolist() == list(range(len(starts)))
 
 
 def test_a_map_of_leaders_changes_no_place() -> None:
-    router = ShardRouter.ring(shards(3))
+    router = ShardMap.ring(shards(3))
     assert router.leader_of(ShardId(1)) is None
     leader = Leadership(Promise(Epoch(2), NodeName("b")), NodeName("b"))
     led = router.led_by(LeaderMap.of([leader]))
@@ -68,13 +68,13 @@ def test_a_map_of_leaders_changes_no_place() -> None:
 
 
 def test_one_shard_has_all_keys() -> None:
-    assert set(ShardRouter.single(ShardId(5)).shards_of(EDGES).tolist()) == {5}
+    assert set(ShardMap.single(ShardId(5)).shards_of(EDGES).tolist()) == {5}
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 31])
 def test_a_new_shard_takes_its_share_and_nothing_else_moves(count: int) -> None:
-    before = ShardRouter.ring(shards(count)).shards_of(HASHES)
-    after = ShardRouter.ring(shards(count + 1)).shards_of(HASHES)
+    before = ShardMap.ring(shards(count)).shards_of(HASHES)
+    after = ShardMap.ring(shards(count + 1)).shards_of(HASHES)
     moved = before != after
     assert set(after[moved].tolist()) == {count}
     share = 1 / (count + 1)
@@ -82,12 +82,12 @@ def test_a_new_shard_takes_its_share_and_nothing_else_moves(count: int) -> None:
 
 
 def test_shards_have_about_as_many_keys() -> None:
-    counts = np.bincount(ShardRouter.ring(shards(8)).shards_of(HASHES), minlength=8)
+    counts = np.bincount(ShardMap.ring(shards(8)).shards_of(HASHES), minlength=8)
     assert counts.max() < 1.35 * counts.mean()
     assert counts.min() > 0.7 * counts.mean()
 
 
 def test_a_ring_is_the_same_each_time_that_it_is_made() -> None:
-    assert ShardRouter.ring(shards(5)) == ShardRouter.ring(shards(5))
-    assert ShardRouter.ring(shards(5)) != ShardRouter.ring(shards(5), virtual_nodes=64)
-    assert ShardRouter.ring(shards(5)).shards == tuple(shards(5))
+    assert ShardMap.ring(shards(5)) == ShardMap.ring(shards(5))
+    assert ShardMap.ring(shards(5)) != ShardMap.ring(shards(5), virtual_nodes=64)
+    assert ShardMap.ring(shards(5)).shards == tuple(shards(5))
