@@ -13,7 +13,16 @@ from tests.protocol.delivery_reference import Item, Reference
 from tests.protocol.delivery_world import BARRIER_TABLE, World
 from tests.seeds import main
 
-from millstream.protocol.delivery import Consumer, Delivery, DeliveryId, LatestConsumer, Message, Status, position_of
+from millstream.protocol.delivery import (
+    Consumer,
+    Delivery,
+    DeliveryId,
+    LatestConsumer,
+    Message,
+    Status,
+    position_of,
+    seq_of,
+)
 from millstream.protocol.delivery.latest import ENTRY_BYTES
 
 
@@ -53,10 +62,14 @@ class LatestReference(Reference):
             ):
                 dropped.append(item)
         if dropped:
-            self.floor = self.cursor if self.cursor >= self.relied else self.floor
-            self.relied = max(self.relied, upto)
+            self.rely_on(upto)
             self.items = [item for item in self.items if item not in dropped]
         return [item.message for item in dropped]
+
+    def rely_on(self, upto: int) -> None:
+        """Let the cursor stay until everything up to there is settled: messages are dropped for newer ones."""
+        self.floor = self.cursor if self.cursor >= self.relied else self.floor
+        self.relied = max(self.relied, upto)
 
     def items_(self) -> list[Message]:
         """Return the messages that aren't settled."""
@@ -67,7 +80,10 @@ class LatestReference(Reference):
             if message.position <= self.offered_upto:
                 continue
             if message.truncates:
-                self.items = [item for item in self.items if not self._is_dropped(item, message)]
+                kept = [item for item in self.items if not self._is_dropped(item, message)]
+                if len(kept) < len(self.items):
+                    self.rely_on(seq_of(message.position))
+                self.items = kept
                 self._join()
             super().offer([message], 0)
             for item in list(self.items):
@@ -118,6 +134,7 @@ class LatestReference(Reference):
         super()._come_back(item)
         for other in self.items:
             if other.message.truncates and other is not item and self._is_dropped(item, other.message):
+                self.rely_on(seq_of(other.position))
                 self.items.remove(item)
                 return
         self._replaced(item)
@@ -262,10 +279,20 @@ class LatestWorld(World):
         before = set(self.consumer._pending.entries)
         self.consumer.drop_older(groups, tables, self.end)
         self.reference.drop_older(newer, self.end)
+        self.note_dropped(before)
+        self.read_to = max(self.read_to, position_of(self.end, 1))
+
+    def offer_part(self, messages: list[Message], upto: int) -> None:
+        before = set(self.consumer._pending.entries)
+        super().offer_part(messages, upto)
+        self.read_to = max(self.read_to, self.consumer._last)
+        self.note_dropped(before)
+
+    def note_dropped(self, before: set[int]) -> None:
+        """Note the messages that were there before and aren't any longer."""
         gone = before - self.consumer._pending.entries.keys()
         self.counts["dropped"] += len(gone)
         self.dropped = [*getattr(self, "dropped", []), *(one for one in self.messages() if one.position in gone)]
-        self.read_to = max(self.read_to, position_of(self.end, 1))
 
     def promote(self) -> None:
         super().promote()

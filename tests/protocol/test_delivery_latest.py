@@ -63,6 +63,33 @@ def test_the_newest_undelivered_change_of_a_key_is_delivered_with_the_columns_of
     assert (one.cursor, one.counters.acked) == (4, 2)
 
 
+def test_rows_that_a_truncate_took_are_read_again_if_a_promotion_loses_it():
+    one = consumer(message(1, "a"), message(2, "b"), truncate(3), message(4, "a"))
+    assert (one.cursor, State.from_json(one.snapshot().to_json()).relied) == (0, 3)
+    assert one.cut_back(2)
+    one.offer([message(1, "a"), message(2, "b")], 2)
+    assert facts(one.receive(0, 10)) == [(1, 1, ""), (2, 1, "")]
+
+
+def test_a_row_that_came_back_and_that_a_truncate_took_is_read_again_if_a_promotion_loses_it():
+    one = consumer(message(1, "a"))
+    (row,) = one.receive(0, 10)
+    one.offer([truncate(2)], 2)
+    assert one.nack([row.delivery_id], 0) == [Status.NACKED]
+    assert one.cursor == 0
+    assert one.cut_back(1)
+    one.offer([message(1, "a")], 1)
+    assert facts(one.receive(0, 10)) == [(1, 1, "")]
+
+
+def test_a_truncate_that_is_settled_holds_the_cursor_no_longer():
+    one = consumer(message(1, "a"), truncate(2), message(3, "a"))
+    (delivery,) = one.receive(0, 10)
+    assert one.cursor == 0
+    assert one.ack([delivery.delivery_id]) == [Status.ACKED]
+    assert one.cursor == 2
+
+
 def test_a_restart_reads_the_replaced_change_again():
     rows = [message(1, "a", "x"), message(2, "a", "y")]
     one = consumer(*rows)

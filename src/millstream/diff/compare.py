@@ -21,8 +21,8 @@ import pyarrow as pa
 
 from millstream.app.table_status import quarantine_of
 from millstream.capture.column_rules.binding import ColumnRules
-from millstream.capture.rewrite_detection import KnownLayouts
 from millstream.capture.copying.source_snapshot import SourceSnapshot
+from millstream.capture.rewrite_detection import KnownLayouts
 from millstream.capture.source_tables import check_same
 from millstream.catalog import TableState
 from millstream.diff.column_texts import HASH, ComparedColumn, HashName, RowTexts, ranges_for

@@ -27,8 +27,8 @@ from millstream.capture.column_rules.binding import ColumnRules
 from millstream.capture.connection import Connection, all_rows, translate_result, translated
 from millstream.capture.copying.copy_output import CopyText, as_messages, copy_out, copy_pieces
 from millstream.capture.copying.copy_text import CopiedRows, last_key, read_copied
-from millstream.capture.publication import restriction
 from millstream.capture.copying.source_snapshot import SourceSnapshot
+from millstream.capture.publication import restriction
 from millstream.capture.source_tables import (
     KeyColumn,
     SourceTable,

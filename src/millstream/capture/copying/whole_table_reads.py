@@ -32,8 +32,8 @@ from millstream.capture.copying.copy_output import CopyText
 from millstream.capture.copying.copy_progress import Copy
 from millstream.capture.copying.copy_text import read_copied
 from millstream.capture.copying.key_ranges import OpenChunk, Range
-from millstream.capture.copying.throttle import CopyRate
 from millstream.capture.copying.source_snapshot import SourceSnapshot
+from millstream.capture.copying.throttle import CopyRate
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill_files import SpillFolder
 from millstream.capture.table_directory import TableDirectory

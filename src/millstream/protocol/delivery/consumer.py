@@ -518,11 +518,7 @@ class Consumer(Lettered):
     # --- steering ----------------------------------------------------------------------------------------------------
 
     def pause(self, reason: str | None = None) -> None:
-        """Deliver nothing until `resume`. Acks count and deliveries expire.
-
-        Args:
-            reason: what `phase_reason` has until then, if no operator pauses the consumer.
-        """
+        """Deliver nothing until `resume`. Acks count and deliveries expire. `phase_reason` has the reason until then."""
         if self._phase is Phase.ACTIVE:
             self._steer(Phase.PAUSED, reason)
 

@@ -3,10 +3,10 @@
 Each message has one group, its key, or is a barrier. A message replaces the waiting one of its group unless a barrier
 stands between them; one that is in flight is replaced when it comes back. The newer message then stands for both: it
 holds the cursor where the older one held it, so that a restart reads both again, and once it is settled both are. A
-truncate drops the waiting messages of its table, and those in flight when they come back. A partition that left (`x`)
-does so with the messages that stand for records of that partition alone. If a message stands for another partition's
-records, too, it is delivered before the `x`: the receiver may know the row as one of the other partition, and an `x`
-wouldn't remove it there.
+truncate drops the waiting messages of its table, and those in flight when they come back; the cursor stays before them
+until it is settled, since a promotion may lose it. A partition that left (`x`) drops the messages that stand for
+records of that partition alone. If a message stands for another partition's records, too, it is delivered before the
+`x`: the receiver may know the row as one of the other partition, and an `x` wouldn't remove it there.
 
 Memory is bounded. If more keys wait than it holds, the caller looks for newer messages of these keys in the rest of the
 log, which the machine then drops: the log has what memory hasn't. Until everything up to there is settled the cursor
@@ -21,7 +21,16 @@ from typing import Final
 
 from millstream.protocol.delivery.consumer import Consumer
 from millstream.protocol.delivery.entries import Entry, EntryState, fact_of
-from millstream.protocol.delivery.messages import DeadLetter, Delivery, DeliveryId, Limits, Message, Phase, Status
+from millstream.protocol.delivery.messages import (
+    DeadLetter,
+    Delivery,
+    DeliveryId,
+    Limits,
+    Message,
+    Phase,
+    Status,
+    seq_of,
+)
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.state_changes import (
     Change,
@@ -146,14 +155,22 @@ class LatestConsumer(Consumer):
                 dropped.append(entry)
         if not dropped:
             return
-        if self.cursor >= self._relied:
-            self._floor = self.cursor
-        self._relied = max(self._relied, upto)
-        self._changes.append(Relied(self._relied))
+        self._rely_on(upto)
         positions = [position for entry in dropped for position in (entry.position, *entry.replaced)]
         for entry in dropped:
             self._forget(entry)
         self._changes.append(Settled(positions, 0))
+
+    def _rely_on(self, upto: int) -> None:
+        """Hold the cursor until everything up to a `seq` is settled: messages are dropped for newer ones up to there.
+
+        A promotion may lose the newer ones, and the dropped ones are read again then.
+        """
+        if self.cursor >= self._relied:
+            self._floor = self.cursor
+        if upto > self._relied:
+            self._relied = upto
+            self._changes.append(Relied(upto))
 
     def _was_never_seen(self, entry: Entry) -> bool:
         """Whether nothing is known of a message but its record: no delivery, no delay, no older message in flight."""
@@ -209,7 +226,7 @@ class LatestConsumer(Consumer):
     def _offer(self, message: Message) -> None:
         is_settled, is_acked = self._unread.is_settled(message.position), self._unread.is_acked(message.position)
         if message.truncates and message.table is not None:
-            self._truncate(message, also_in_flight=is_acked)
+            self._truncate(message, is_acked=is_acked)
         group = message.groups[0] if message.groups else None
         if group is not None:
             self._overtake(group, message.position)
@@ -284,16 +301,18 @@ class LatestConsumer(Consumer):
         self.waiting_bytes += _size(message) - _size(entry.message)
         self._pending.replace(entry, message)
 
-    def _truncate(self, truncate: Message, *, also_in_flight: bool) -> None:
-        """Drop the waiting messages that are older than a truncate which takes them, or all such older ones."""
+    def _truncate(self, truncate: Message, *, is_acked: bool) -> None:
+        """Drop messages that are older than a truncate which takes them: those that wait, or all once it was acknowledged."""
         taken = [
             entry
             for entry in self._pending.entries.values()
             if entry.message.table == truncate.table
             and entry.position < truncate.position
             and truncate.takes(entry.message)
-            and (also_in_flight or entry.state is _WAITING)
+            and (is_acked or entry.state is _WAITING)
         ]
+        if taken and not is_acked:
+            self._rely_on(seq_of(truncate.position))
         for entry in sorted(taken, key=_is_barrier):  # a barrier that goes lets other messages join
             self._void(entry)
 
@@ -385,7 +404,7 @@ class LatestConsumer(Consumer):
         """Settle what is older than a message that ends: a kill forgot that it came back before this one was delivered."""
         self._void_all(entry.older)
         if entry.message.truncates:
-            self._truncate(entry.message, also_in_flight=True)
+            self._truncate(entry.message, is_acked=True)
 
     def _void_truncates(self, message: Message) -> None:
         """Settle the truncates before an acknowledged message that may take its row, and everything that they take.
@@ -404,7 +423,7 @@ class LatestConsumer(Consumer):
         for barrier in sorted(older, key=_position, reverse=True):
             may_take = message.leaf is None or barrier.message.takes(message)
             if may_take and barrier.state is not _GONE:
-                self._truncate(barrier.message, also_in_flight=True)
+                self._truncate(barrier.message, is_acked=True)
                 self._void(barrier)
 
     def _come_back(self, entry: Entry) -> list[int]:
@@ -418,12 +437,11 @@ class LatestConsumer(Consumer):
         """Replace a message that came back, if there is a newer one."""
         message = entry.message
         table = self._pending.table(message.table)
-        if table is not None and any(
-            barrier.message.truncates and barrier.position > entry.position and barrier.message.takes(message)
-            for barrier, _ in table.barriers
-        ):
-            self._void(entry)
-            return
+        for barrier, _ in () if table is None else table.barriers:
+            if barrier.message.truncates and barrier.position > entry.position and barrier.message.takes(message):
+                self._rely_on(seq_of(barrier.position))
+                self._void(entry)
+                return
         heir, younger = self._newest.get(message.groups[0]) if message.groups else None, None
         while heir is not None and heir is not entry and not self._stands_for(heir, entry):
             heir, younger = heir.older, heir
