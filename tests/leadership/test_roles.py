@@ -25,11 +25,13 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.home.home import Home
+from millstream.home.paths import PIPELINE
 from millstream.leadership.node_calls import NodeState
 from millstream.leadership.node_roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.leadership.promotion_check import hear_of_promotions, hearing_of_promotions
-from millstream.model.ids import Epoch
-from millstream.model.replication import AckLevel, Document, NodeName
+from millstream.model.ids import Epoch, ShardId
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import AckLevel, ByteEnd, Document, NodeName, follower_holder
 from millstream.nodes import follower_process
 from millstream.nodes.follower_process import begin_to_follow
 from millstream.nodes.follower_state import FollowerState
@@ -40,6 +42,7 @@ from millstream.nodes.restore import restore_stream
 from millstream.nodes.staleness import age_of_replica, note_age
 from millstream.private_files import replace_file
 from millstream.protocol.replication.promises_and_fencing import Promise, Role, RoleFact
+from millstream.protocol.retention import CutOff, HolderKind
 from millstream.testing.errors import coded
 
 
@@ -230,6 +233,30 @@ def test_a_promotion_goes_by_the_level_and_the_nodes_that_the_leader_acknowledge
             assert Roles(home).of(STREAM).role is Role.FOLLOWS
         notes.documents((Document(LEVEL, 2, own.document().data),))
         assert promote(home, STREAM).epoch == 1
+
+
+def test_a_promoted_node_holds_its_log_for_followers_whatever_they_acknowledged_to_an_earlier_leader(
+    tmp_path: Path,
+) -> None:
+    """They may have set that aside under another leader since. One that was cut off holds nothing, as before."""
+    with nodes(tmp_path) as (a, _):
+        with millstream.open(a.home) as opened:
+            opened.append(STREAM, "orders", [{"id": 1}])
+        home = home_of(a)
+        with Roles(home).changing(STREAM) as changing:
+            changing.put(changing.fact.heard_of(Promise(Epoch(1), NodeName("b"))))
+        ends = {ShardId(0): ByteEnd(Offset(1), 100)}
+        with home.open_catalog() as catalog:
+            stream = catalog.resolve_stream(STREAM)
+            for name in ("b", "c"):
+                holder = follower_holder(NodeName(name))
+                catalog.set_needed_from(stream, holder, Seq(7), kind=HolderKind.FOLLOWER, position=ends)
+            catalog.cut_off(stream, CutOff(holder, HolderKind.FOLLOWER, Seq(7), Seq(9)))
+            catalog.set_needed_from(stream, PIPELINE, Seq(7))
+        assert promote(home, STREAM, accept_loss=True).epoch == 2
+        with home.open_catalog() as catalog:
+            assert catalog.needed_from(stream) == {PIPELINE: 7, "follower b": 0}
+            assert {one.name: one.position for one in catalog.pipelines(stream)}["follower b"] is None
 
 
 def test_a_disk_that_fails_under_a_role_is_no_bug(tmp_path: Path) -> None:

@@ -257,9 +257,17 @@ class NumbersOnly(World):
     fact_type = NumbersOnlyFact
 
 
+class OldCursors(World):
+    """A promoted node's retention goes by what followers acknowledged to an earlier leader, and set aside since."""
+
+    found_by = 3169712294
+
+    forgets_cursors = False
+
+
 MUTATIONS: tuple[type[Mutation], ...] = (
     SharedCursor, SharedPlace, IdleTail, PlainMark, EarlyAcknowledgement, ForgottenPromise, NoFencing, NotCompared, RankByGroup, NumbersOnly, NotSetAside,
-    WipedDiskCounts, ShownAtOnce, FollowersShowAtOnce, ShownWithBytesAlone,
+    WipedDiskCounts, ShownAtOnce, FollowersShowAtOnce, ShownWithBytesAlone, OldCursors,
 )  # fmt: skip
 
 

@@ -541,6 +541,8 @@ class Node:
                     self.later(3.0, lambda effect=effect: self.end_catching_up(LinkLost("too slow"), effect))
                     self.world.connect(self, effect.node)
                 case promoting.TakeOverLog():
+                    if self.world.forgets_cursors:
+                        self.disk.cursors.clear()
                     self.disk.log.recover(leads=True)
                     self.may_crash()
                     self.later(
@@ -647,6 +649,8 @@ class World:
     """Whether readers of a follower see only as far as its leader reports."""
     tells_shown = True
     """Whether a new readable end is sent even if nothing else is new."""
+    forgets_cursors = True
+    """Whether a promoted node holds its log for each follower until that has acknowledged to it."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

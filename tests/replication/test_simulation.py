@@ -7,7 +7,7 @@ import random
 
 import pytest
 from tests.mutations import Mutation, check_found
-from tests.replication.mutations import MUTATIONS, SCRIPT_SEED, OldTail
+from tests.replication.mutations import MUTATIONS, SCRIPT_SEED, OldCursors, OldTail
 from tests.replication.simulation import World
 from tests.seeds import Seeds, search
 
@@ -35,6 +35,10 @@ def test_a_defect_is_found(mutation: type[Mutation]):
 
 def test_the_longest_log_isnt_the_best_one():
     OldTail(SCRIPT_SEED).play()
+
+
+def test_a_follower_gets_again_what_it_set_aside_after_it_was_acknowledged():
+    World(OldCursors.found_by).play()
 
 
 @pytest.mark.soak

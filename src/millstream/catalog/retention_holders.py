@@ -58,6 +58,17 @@ class Holders(CatalogPart):
             )
             return done.rowcount > 0
 
+    def hold_all_for_followers(self, stream: StreamId) -> None:
+        """Hold every segment for each follower, until it reports to a new leader how far it has the log.
+
+        A follower that was cut off stays so.
+        """
+        its = (t.pipelines.c.stream == str(stream)) & (t.pipelines.c.kind == HolderKind.FOLLOWER.value)
+        its &= t.pipelines.c.cut_off_at.is_(None)
+        with self._database.write() as connection:
+            lock_stream(connection, stream)
+            connection.execute(update(t.pipelines).where(its).values(needed_from=0, position=None, changed_us=now_us()))
+
     def release(self, stream: StreamId, pipeline: str) -> None:
         """Forget a holder, even one that was cut off: it no longer needs anything."""
         gone = delete(t.pipelines).where(t.pipelines.c.stream == str(stream), t.pipelines.c.name == pipeline)

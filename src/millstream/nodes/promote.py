@@ -298,7 +298,10 @@ class _Attempt:
         return promoting.BecameCandidate(changing.fact, node_state(self._home, self._stream).group)
 
     def _take_over(self) -> GroupNumber:
-        """Make the leader's catalog, sessions and consumers this node's, and recover the log under a new epoch."""
+        """Make the leader's catalog, sessions and consumers this node's, and recover the log under a new epoch.
+
+        From then on the log is held for its followers.
+        """
         folder = self._home.wal_folder(self._stream)
         if self._machine.fact.role is Role.FOLLOWS and folder.is_dir():
             # Parts of incomplete groups: a writer's recovery would take them for damage.
@@ -325,6 +328,8 @@ class _Attempt:
         with self._home.open_catalog() as known:
             found = resolve_stream(self._home, known, self._stream)
             assert found == stream, "the log's own stream"
+            # Followers reported to an earlier leader. Under another one they may have set that aside since.
+            known.hold_all_for_followers(found)
             group = take_over(
                 self._home,
                 known,

@@ -216,7 +216,8 @@ class CatchUp:
 class TakeOverLog:
     """Take the shipped catalog, recover the log, and begin numbers above all reserved ones; then `LogTakenOver`.
 
-    Nothing is written so far.
+    Nothing is written so far. Cursors of followers (`PersistCursor`) go back to the beginning. They are of logs of
+    earlier leaders: since then a follower may have set aside what it had acknowledged, and it needs this log from there.
     """
 
     promise: Promise
