@@ -32,7 +32,7 @@ from tests.app.homes import wait_for
 import millstream
 from millstream.home.figure_ring import PERIODS, FigureRing
 from millstream.home.home import Home
-from millstream.serving.figures import OF_HOME, OF_STREAM
+from millstream.serving.chart_history import OF_HOME, OF_STREAM
 from millstream.testing._servers.ports import free_port
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.workloads.shop import ShopWorkload

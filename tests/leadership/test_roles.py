@@ -168,7 +168,7 @@ def test_a_stream_that_waits_for_an_operator_looks_again_while_others_go_on(
         stop, all_gave_up = threading.Event(), threading.Event()
         if not others_go_on:
             all_gave_up.set()
-        stream = follower_process._FollowedStream(home, follower_process._own_copy(STREAM), stop, all_gave_up)
+        stream = follower_process._FollowedStream(home, follower_process.own_copy(STREAM), stop, all_gave_up)
         tries: list[bool] = []
 
         def follow(*, until_caught_up: bool) -> bool:

@@ -388,7 +388,10 @@ try:
     spark.range(5).count()
 except Exception as error:
     print(type(error).__name__)
-spark.stop()
+try:
+    spark.stop()
+except OSError:  # it asks the JVM, too
+    pass
 """
 
 

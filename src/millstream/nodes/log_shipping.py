@@ -280,9 +280,8 @@ class _Notes:
                 changing.put(fact)
 
     def cursor(self, node: NodeName, needed_from: Seq, position: ReplicaPosition, *, anew: bool) -> None:
-        if anew:
+        if anew:  # it may have been cut off, or have held less
             self._catalog.release(self._stream, follower_holder(node))
-            return
         try:
             self._hold(node, needed_from, position)
         except FollowerBehindRetention:
