@@ -200,7 +200,7 @@ def errors() -> Iterator[str]:
             mending = cell(f"{error.summary} {error.hint}")
             yield f"| {shown} | {code(name)} | {error.retry.value} | {error.exit_code} | {mending} |"
         for child in kind.__subclasses__():
-            if child.__module__.partition("._")[0] == "millstream.errors":
+            if child.__module__ == "millstream.errors":
                 yield from rows(child, depth + 1)
 
     header = ["| error | code | retry | exit | what happened, what to do |", "| --- | --- | --- | --- | --- |"]

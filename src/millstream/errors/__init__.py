@@ -84,3 +84,7 @@ from millstream.errors._usage import InvalidQuery as InvalidQuery
 from millstream.errors._usage import UnknownStream as UnknownStream
 from millstream.errors._usage import UnknownTable as UnknownTable
 from millstream.errors._usage import UsageError as UsageError
+
+for _class in tuple(globals().values()):
+    if isinstance(_class, type):
+        _class.__module__ = __name__  # a traceback names the module from which callers import it
