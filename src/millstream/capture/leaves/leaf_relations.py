@@ -2,12 +2,13 @@
 
 A leaf that a look or an earlier record has shown is known. The source is asked once about any other relation. A relation
 that is no partition by now, and that no publication names, was one when its change was made. It is taken for a leaf of
-the one captured table with such columns, and its `x` follows with the next look. If there are several such tables, its
-changes are left out, and those tables are copied again.
+the one captured table with such columns in such an order, and its `x` follows with the next look. If there are several
+tables with such columns, or their order is another one, its changes are left out, and those tables are copied again.
 
 Columns of a leaf may have another order than those of its table. Renames keep each column's position in both, so that
 positions decide as long as no column came or went. A leaf of another order whose columns came or went since its change
-is refused: the table is quarantined.
+is refused: the table is quarantined. If a leaf of another order is gone, the source no longer shows the table's column at
+each position. Its names don't tell either: two columns of the table may have swapped theirs since.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class LeafRelations:
         self._have_look = have_look
         self._lock = threading.Lock()
         self._left_out: dict[int, bytes] = {}
-        """Relations of which nothing is captured, because they may be leaves of several tables, or of none that fits."""
+        """Relations of which nothing is captured as leaves: of several tables, or of none that fits, or in another order."""
         self._own: dict[int, bytes] = {}
         """Relations that are no leaves."""
         self.takes_leaves = False
@@ -92,8 +93,11 @@ class LeafRelations:
             return self._found(relation, rows, facts)
 
     def is_left_out(self, oid: int) -> bool:
-        """Return whether nothing of a relation is captured because its table isn't certain."""
-        return oid in self._left_out and self.known.table_of(oid) is None
+        """Return whether nothing of a relation is captured because its table or columns aren't certain.
+
+        If it was detached, that ends once the relation is a captured table of its own.
+        """
+        return oid in self._left_out and self.known.table_of(oid) is None and oid not in self._captured()[1]
 
     def _found(
         self, relation: Relation, rows: Mapping[int, TableRow], facts: Mapping[int, SourceTable]
@@ -114,18 +118,20 @@ class LeafRelations:
             self._own[relation.oid] = relation.encoded
             return None
         fitting = [t for t in facts.values() if t.partitioned and t.oid in rows and may_be_leaf_of(relation, t)]
-        if len(fitting) == 1:
+        ordered = [table for table in fitting if _has_order_of(relation, table)]
+        if len(fitting) == len(ordered) == 1:
             id_ = rows[fitting[0].oid].id
             self.known.note_record(id_, relation.oid, relation.qualified_name, None, is_there=False)
             return rows[fitting[0].oid]
         self._left_out[relation.oid] = relation.encoded
         logger.warning(
-            "changes of a partition that is gone are left out: its table isn't certain",
+            "changes of a partition that is gone are left out: its table or columns aren't certain",
             partition=relation.qualified_name,
             tables=[table.full_name for table in fitting],
         )
+        why = "its columns had another order" if len(fitting) == 1 else "may have been another table's"
         for table in fitting:
-            news = f"partition {relation.qualified_name} came and went, and may have been another table's"
+            news = f"partition {relation.qualified_name} came and went, and {why}"
             self._copy_again(rows[table.oid], table, news)
         return None
 
@@ -195,6 +201,12 @@ def may_be_leaf_of(relation: Relation, table: SourceTable) -> bool:
     if not {column.name for column in table.relation.columns} <= names <= types.keys():
         return False
     return all(c.name in table.rules or c.type_oid == types[c.name] for c in relation.columns)
+
+
+def _has_order_of(relation: Relation, table: SourceTable) -> bool:
+    """Return whether a relation that may be a leaf of a table has its columns in the table's order, by their names."""
+    names = [column.name for column in relation.columns]
+    return names == [column.name for column in table.layout if column.name in names]
 
 
 def _identifies(relation: Relation, table: SourceTable) -> bool:
