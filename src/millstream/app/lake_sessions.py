@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.app.home_merged_tables import FOLDED_TIMES, HomeMergedTables
 from millstream.app.log_readers import open_reader
-from millstream.app.merged_reads import FOLDED_TIMES, HomeMergedTables
 from millstream.errors import CatalogError, LakeBehind, LogError
 from millstream.lake.query.time_travel import TailPart
 from millstream.model.as_of_parsing import parse_as_of

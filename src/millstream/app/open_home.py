@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from millstream.app.home_merged_tables import HomeMergedTables, latest_with_totals, merged_rows
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, schemas_named, tables_named
-from millstream.app.merged_reads import HomeMergedTables, latest_with_totals, merged_rows
 from millstream.client.appends import HomeAppends, KnownTables
 from millstream.client.call_results import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest
 from millstream.client.consumers import Ask, Consumers, Consumption, with_records

@@ -23,7 +23,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
-from millstream.app.merged_reads import FOLDED_TIMES
+from millstream.app.home_merged_tables import FOLDED_TIMES
 from millstream.app.open_home import OpenHome
 from millstream.client.batch_stream import ARROW_TYPE, END, PIECES_TYPE, change_piece, failed, latest_piece, piece
 from millstream.client.call_results import LATEST_ROWS_MAX

@@ -1,7 +1,7 @@
 """Fill a feed's slots with items, and compute the chance of each choice.
 
 Arms compete by Thompson sampling: each draws from Beta(1 + wins, 1 + losses), and the greatest draw gives the slot its
-best item that is left (`feed.Ranking` orders the items). In each block of seven slots some explore instead: one of the least shown unexplored arms is
+best item that is left (`ranking.Ranking` orders the items). In each block of seven slots some explore instead: one of the least shown unexplored arms is
 taken uniformly. The budget is fixed before the block's first draw; the slots that use it are drawn uniformly.
 
 Everything is a function of the arms, the limit and the seed. The generator is PCG64, a Beta draw is its inverse

@@ -31,7 +31,7 @@ from millstream.model.replication import LOCAL, AckKind, AckLevel, Reach
 from millstream.ports import HighWater
 from millstream.protocol.replication.ack_levels import Holdings
 from millstream.wal.writing.group_commit import GroupCommitter
-from millstream.wal.writing.group_commit_queue import AdmissionQueue
+from millstream.wal.writing.group_commit_queue import GroupCommitQueue
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.waiters import Outcome, Waiting, answer
 from millstream.workers import Worker
@@ -118,7 +118,7 @@ class AckLevels:
     def __init__(
         self,
         committer: GroupCommitter,
-        queue: AdmissionQueue,
+        queue: GroupCommitQueue,
         options: LogOptions,
         stream: StreamId,
         high_water: HighWater | None,

@@ -28,7 +28,7 @@ _Room: TypeAlias = "threading.Event | asyncio.Future[None]"
 """An event for a thread that waits for room, a future of its loop for a task."""
 
 
-class AdmissionQueue:
+class GroupCommitQueue:
     """Bounded queue; any number of threads and event loops put, one thread at a time takes.
 
     Args:

@@ -39,7 +39,7 @@ from millstream.wal.readable_range import ReadableRange
 from millstream.wal.writing.awaiting_acks import NOTHING, AckLevels, Awaiting, check_level
 from millstream.wal.writing.deduplicated_commits import DeduplicatedCommits
 from millstream.wal.writing.group_commit import GroupCommitter
-from millstream.wal.writing.group_commit_queue import AdmissionQueue
+from millstream.wal.writing.group_commit_queue import GroupCommitQueue
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
 from millstream.wal.writing.sequence_allocator import BlockNumbers, SharedNumbers
@@ -119,8 +119,8 @@ class LogWriter(Closing):
         self._worker = Worker(f"wal-writer-{stream.hex[:8]}", self._run).start()
         _OPEN_HERE.add(self)
 
-    def _empty_queue(self) -> AdmissionQueue:
-        return AdmissionQueue(
+    def _empty_queue(self) -> GroupCommitQueue:
+        return GroupCommitQueue(
             bytes_max=self._options.queue_bytes_max,
             group_bytes_max=self._options.group_bytes_max,
             delay_s=self._options.group_commit_delay_s,
