@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -163,13 +163,24 @@ class MemoryLog:
                 for operation, _, table, row in sorted(found, key=lambda f: f[:2]):
                     yield table, operations[operation], row
 
-    def replay(self, table: TableId | None = None) -> dict[str, dict[Any, dict[str, str | None]]]:
+    def replay(
+        self, table: TableId | None = None, *, brought: Collection[str] = ()
+    ) -> dict[str, dict[Any, dict[str, str | None]]]:
         """Return the tables that the log makes, by name and key (tables without one: a list under the key None).
 
         With a table id, only that table's rows, under the name "" whatever the table was called.
+
+        Args:
+            brought: partitions that were attached with rows, as an `x` names them. One that left before a look found it
+                was never copied: until its `x`, records may remove rows that none has put.
         """
         state: dict[str, dict[Any, Any]] = {}
         found = list(self.records())
+        left = {
+            (t.schema.table_id, row[LEAF]): at
+            for at, (t, _, row) in enumerate(found)
+            if chr(row["__op"]) == "x" and dict(row["__before"])["partition"] in brought
+        }
         # As a fold does it: records before a table's last `t` may have another key, and don't count.
         emptied = {t.schema.table_id: at for at, (t, _, row) in enumerate(found) if chr(row["__op"]) == "t"}
         for at, (piece, _, row) in enumerate(found):
@@ -189,7 +200,8 @@ class MemoryLog:
             elif op == "x":
                 leave(rows, leaf)
             elif not schema.key:
-                rows.setdefault(None, Bag()).change(row, new)
+                may_lack = at < left.get((schema.table_id, leaf), 0)
+                rows.setdefault(None, Bag()).change(row, new, may_lack=may_lack)
             else:
                 key = tuple(row[name] for name in schema.key)
                 old = tuple(before.get(name, row[name]) for name in schema.key)
@@ -230,13 +242,13 @@ class Bag:
         self._places: dict[frozenset[tuple[str, Any]], list[int]] = {}
         self._numbers = itertools.count()
 
-    def change(self, row: dict[str, Any], new: dict[str, Any]) -> None:
-        """Apply a record; its row is `new`."""
+    def change(self, row: dict[str, Any], new: dict[str, Any], *, may_lack: bool = False) -> None:
+        """Apply a record; its row is `new`. With `may_lack`, it may remove a row that no record has put."""
         op, before = chr(row["__op"]), dict(row["__before"] or ())
         if op == "d":
-            self._take(new)
+            self._take(new, may_lack=may_lack)
         elif op == "u":
-            self._take(before | {LEAF: new[LEAF]})
+            self._take(before | {LEAF: new[LEAF]}, may_lack=may_lack)
             new = new | {name: before[name] for name in row["__unchanged"] or ()}
         if op != "d":
             place = next(self._numbers)
@@ -252,13 +264,15 @@ class Bag:
         """Return all rows."""
         return list(self._rows.values())
 
-    def _take(self, row: dict[str, Any]) -> None:
+    def _take(self, row: dict[str, Any], *, may_lack: bool) -> None:
         """Remove one of the equal rows, preferably one of the same leaf partition; columns that either lacks are null."""
         places = self._places.get(_values(row)) or [
             place
             for place, held in self._rows.items()
             if all(held.get(name) == value for name, value in row.items() if name != LEAF)
         ]
+        if may_lack and not places and _values(row) not in self._places:  # which has those of removed rows, too
+            return
         self._remove(next((place for place in places if self._rows[place][LEAF] == row[LEAF]), places[0]))
 
     def _remove(self, place: int) -> None:

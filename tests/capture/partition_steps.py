@@ -36,6 +36,8 @@ class Partitions:
     """By zone, the name of its partition."""
     loose: list[tuple[int, str]] = field(default_factory=list)
     """Tables that aren't partitions now, with the zone of their rows."""
+    brought: set[str] = field(default_factory=set)
+    """Tables that were attached, perhaps with rows, as an `x` names them."""
     steps: Counter[str] = field(default_factory=Counter)
     ids: int = 0
     names: int = 0
@@ -99,6 +101,7 @@ class Partitions:
 
     def attach(self, zone: int, name: str) -> str:
         self.attached[zone] = name
+        self.brought.add(f"public.{name}")
         return f"ALTER TABLE parts ATTACH PARTITION {name} FOR VALUES IN ({zone})"
 
     def detach(self, zone: int) -> str:

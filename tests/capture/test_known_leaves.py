@@ -10,7 +10,7 @@ import pytest
 
 from millstream.capture.leaves.detached_leaves import KnownLeaves, LeafColumns
 from millstream.capture.leaves.leaf_relations import _grown, _places
-from millstream.capture.source_tables import PartitionFacts, SourceTable
+from millstream.capture.source_tables import KeyColumn, PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import Relation
 from millstream.model.ids import TableId
@@ -46,7 +46,7 @@ def table(oid: int, *leaves: int) -> SourceTable:
         usable=True,
         generated_identity=(),
         relation=Relation(oid, "public", f"t{oid}", identity, (), b""),
-        key=(),
+        key=(KeyColumn("id", "pg_catalog.int4", "pg_catalog"),),
         row_estimate=0,
         size_bytes=0,
         relfilenode=0,
@@ -288,6 +288,27 @@ def test_an_older_transaction_may_write_to_a_leaf_after_it_was_attached(
     looks.known.note_attached(PARTS, facts, [leaf], at=Lsn(20), at_us=21)
     looks.look(20, parts=(7, 8))
     looks.known.note_first(7, 49, Lsn(committed))
+    looks.known.passed(Lsn(21))
+    assert [one.is_empty for one in looks.known.ready(())] == [True] * had
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+@pytest.mark.parametrize(("keyed", "committed", "had"), [(False, 20, True), (False, 21, False), (True, 20, False)])
+def test_changes_of_an_attached_leaf_count_in_a_table_without_a_key(
+    looks: Looks, committed: int, *, keyed: bool, had: bool, comes_first: bool
+) -> None:
+    looks.look(10, parts=(8,))
+    facts = table(101, 7, 8)
+    facts = facts if keyed else replace(facts, key=())
+    leaf = replace(facts.partitions[0], born=False, attached_by=50)
+    if comes_first and committed <= 20:
+        looks.known.note_record(PARTS, 7, "public.leaf_7", None, is_there=True)
+        looks.known.note_first(7, 51, Lsn(committed))
+    looks.known.note_attached(PARTS, facts, [leaf], at=Lsn(20), at_us=21)
+    looks.look(20, parts=(7, 8))
+    looks.restart()
+    if not comes_first or committed > 20:
+        looks.known.note_first(7, 51, Lsn(committed))
     looks.known.passed(Lsn(21))
     assert [one.is_empty for one in looks.known.ready(())] == [True] * had
 

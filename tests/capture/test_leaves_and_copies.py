@@ -30,7 +30,7 @@ def test_leaves_come_and_go_during_copies(stage: Stage, seeds: Seeds, seed: int,
             time.sleep(rng.choice([0.0, 0.02, 0.1]))  # so that the steps meet all stages of copies
         running.stop()
         stage.catch_up()
-    found, wanted = stage.log.replay().get("public.parts", {}), rows_of(stage, keyed=keyed)
+    found, wanted = stage.log.replay(brought=parts.brought).get("public.parts", {}), rows_of(stage, keyed=keyed)
     assert (found if keyed else sorted(map(str, found.get(None, ())))) == wanted, dict(parts.steps)
 
 

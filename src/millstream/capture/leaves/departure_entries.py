@@ -60,14 +60,16 @@ class DepartureEntries:
         """Yield the operations that may enter now.
 
         If rows of the log don't name their leaf, another copy of the table is requested: the record can't say which are gone.
-        The same if a leaf was emptied before it came back. No copy of it follows an `x`, which may enter behind its new rows.
+        The same if a leaf with changes in the log was found attached and empty. No copy of it follows an `x`, which may enter
+        behind its new rows.
 
         Args:
             busy: tables of which a copy or a repair may have read rows that haven't entered.
         """
         for one in self._known.ready(busy):
             if one.is_empty:
-                self._directory.request_copy_of(one.table_id, f"partition {one.name} was detached and attached again")
+                news = f"partition {one.name} had changes, and was found attached and empty"
+                self._directory.request_copy_of(one.table_id, news)
                 self._known.durable(one)
                 continue
             if not one.is_back and not self._known.is_whole(one.table_id):

@@ -7,6 +7,9 @@ own or of another partitioned table, and from a table's of its own to those of t
 
 A leaf that comes back, or goes from one table to another, may have brought rows before its `x` entered: the table that
 has it now is copied again, whole.
+
+So is a table without a key if a leaf was attached, changed and emptied before a look: nothing of it is copied, but its
+changes may have removed rows that it brought. The log lacks those, and a fold would take an equal row that comes later.
 """
 
 from __future__ import annotations
@@ -58,6 +61,12 @@ class Attached:
     in between."""
     is_empty: bool = False
     """Whether it had no rows at that look, so that nothing of it is copied."""
+    is_bags: bool = False
+    """Whether its table has no key. Changes from after it was attached count, too: they may remove rows that it brought."""
+
+    def counts(self, xid: int) -> bool:
+        """Return whether changes by a transaction, which committed before that look, are some that it had."""
+        return self.is_bags or _precedes(xid, self.by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,7 @@ class _Leaves:
             "left": sorted(self.left),
             "arrived": {str(oid): int(at) for oid, at in sorted(self.arrived.items())},
             "attached": {
-                str(oid): [int(one.at), one.at_us, one.by, one.had_changes, one.is_empty]
+                str(oid): [int(one.at), one.at_us, one.by, one.had_changes, one.is_empty, one.is_bags]
                 for oid, one in sorted(self.attached.items())
             },
             "first": {str(oid): xid for oid, xid in sorted(self.first.items())},
@@ -245,7 +254,7 @@ class KnownLeaves:
                     continue
                 if found.first.get(oid, xid) is None:
                     found.first[oid] = xid
-                if one is not None and committed <= one.at and _precedes(xid, one.by):
+                if one is not None and committed <= one.at and one.counts(xid):
                     found.attached[oid] = replace(one, had_changes=True)
                 self._store(id_)
 
@@ -268,8 +277,8 @@ class KnownLeaves:
                 by = above if part.born else part.attached_by
                 if is_new and by is not None:
                     first = found.first.get(part.oid) or self.first_xids.get(part.oid)
-                    had_changes = first is not None and _precedes(first, by)
-                    found.attached[part.oid] = Attached(at, at_us, by, had_changes, is_empty=not part.size_bytes)
+                    one = Attached(at, at_us, by, False, is_empty=not part.size_bytes, is_bags=not table.key)
+                    found.attached[part.oid] = replace(one, had_changes=first is not None and one.counts(first))
             self._store(id_)
 
     def note_copied(self, id_: TableId, table: SourceTable) -> None:
