@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from millstream.errors import MillstreamError
-from millstream.processes.role_locks import Role, holder, writer_roles
+from millstream.processes.role_locks import Role, holder, server_roles, writer_roles
 from millstream.wal.layout import MARK_NAME
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def look(home: Home) -> Hashable | None:
         return None
     # SQLite writes a commit to the file with `-wal`.
     files = [home.config_file, catalog, Path(f"{catalog}-wal"), home.alerts_file]
-    roles = (*get_args(Role), *writer_roles(home.run_folder))
+    roles = (*get_args(Role), *writer_roles(home.run_folder), *server_roles(home.run_folder))
     return (
         tuple(_stamp(file) for file in files),
         tuple(holder(home.run_folder, role).get("pid") for role in roles),
