@@ -100,6 +100,50 @@ def test_a_span_whose_segment_was_dropped_has_expired(truth: Truth, clock: Manua
         list(reader.read_span(span))
 
 
+class DroppedBeforeTheFirstLook(MemoryFiles):
+    """Runs retention once, when a reader that has listed the segments looks into the first one."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.needed_from = 0
+        """The holder's number; 0: retention doesn't run."""
+        self.dropped: list[SealedSegment] = []
+
+    def size(self, path: str) -> int:
+        if self.needed_from and path.endswith(".wal"):
+            needed_from, self.needed_from = self.needed_from, 0
+            self.dropped += drop(needed_from, age_s=0, bytes_max=0, files=self, clock=self.clock)
+        return super().size(path)
+
+
+def test_a_read_goes_on_if_retention_drops_what_it_does_not_need(truth: Truth, clock: ManualClock):
+    """It looks at the segment before that of its first record, too, which nothing holds any longer."""
+    files = DroppedBeforeTheFirstLook(clock)
+    filled(truth, files, clock)
+    end = StreamReader(FOLDER, files=files).persisted_upto()
+    for first in range(1, end + 1):
+        files.needed_from = first
+        cut = StreamReader(FOLDER, files=files).cut(Seq(first - 1), bytes_max=1 << 30)
+        numbers = [
+            number.as_py()
+            for found in StreamReader(FOLDER, files=files).read_between(Seq(first - 1), end)
+            for number in found.batch["__seq"]
+        ]
+        assert (cut, sorted(numbers)) == (end, list(range(first, end + 1)))
+    assert len(files.dropped) > 4
+
+
+def test_a_read_has_expired_if_retention_drops_what_it_needs(truth: Truth, clock: ManualClock):
+    files = DroppedBeforeTheFirstLook(clock)
+    filled(truth, files, clock)
+    reader = StreamReader(FOLDER, files=files)
+    files.needed_from = int(reader.persisted_upto())
+    with pytest.raises(OffsetExpired):
+        reader.spans(Seq(0), reader.persisted_upto())
+    assert files.dropped
+
+
 def test_a_new_writer_goes_on_behind_a_log_whose_front_and_perhaps_all_but_the_end_is_gone(
     truth: Truth, clock: ManualClock
 ):

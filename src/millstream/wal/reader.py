@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from millstream.backoff import Backoff
@@ -41,7 +42,7 @@ from millstream.wal.reading.shard_merge import Place, by_shard_or_group, group_r
 from millstream.wal.reading.table_records import TablePart, TableRecords, sum_of_parts, within_offsets
 from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_scan import ScannedFrame
-from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch
+from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch, past_dropped_front
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 
@@ -498,7 +499,8 @@ class StreamReader:
     def _frames_of(self, shard: ShardId, after: Seq, upto: Seq, mark: DurableMark) -> Iterator[Place]:
         """Yield a shard's records frames with rows in `(after, upto]`."""
         checked = False
-        for segment, entry in self._index(shard).from_seq(after, mark):
+        read = partial(self._index(shard).from_seq, after, mark)
+        for segment, entry in past_dropped_front(read, partial(self.extent.dropped, shard), after):
             if not checked:
                 # The segments are listed by now, including those not yet marked as dropped.
                 self.extent.check_front(shard, after)
