@@ -95,13 +95,17 @@ def _spark_sections(path: Path, master: str, python: str) -> str:
 def _rates(server: EmbeddedPostgres, path: Path, sections: str, rows: int, seconds: int) -> tuple[float, float]:
     """Return the rows that a new home loads, and then lands, in a second."""
     with EmbeddedS3(path / "s3") as store, server.connect(DATABASE, autocommit=True) as connection:
-        home = make_home(server, path / "home", [f"public.{TABLE}"], lake=f'location = "{store.url}/lake"')
+        home = make_home(server, path / "home", [f"public.{TABLE}"])
         options = "".join(f"{name} = {json.dumps(value)}\n" for name, value in store.lake_options.items())
-        with (home.path / "millstream.toml").open("a") as file:
-            file.write(
-                f'\n[streams.{STREAM}.lake.storage_options]\n{options}[http]\nlisten = "127.0.0.1:{free_port()}"\n'
-                f'tokens_required = true\n[flight]\nlisten = "127.0.0.1:{free_port()}"\n{sections}'
-            )
+        file, own = home.path / "millstream.toml", 'location = "lake"'
+        text = file.read_text()
+        assert own in text, "init writes the lake's folder"
+        text = text.replace(own, f'location = "{store.url}/lake"')
+        file.write_text(
+            f"{text}\n[streams.{STREAM}.lake.storage_options]\n{options}"
+            f'[http]\nlisten = "127.0.0.1:{free_port()}"\ntokens_required = true\n'
+            f'[flight]\nlisten = "127.0.0.1:{free_port()}"\n{sections}'
+        )
         try:
             loaded_s, _ = run_watched(home.command("run", "--until-caught-up"), rows)
             _check_rows(home, rows)
