@@ -18,6 +18,7 @@ from typing import Self
 import psutil
 import pyspark
 from tests.e2e.harness import wait_for
+from tests.reachable import reachable_folder
 
 from millstream.spark.java import find_java
 from millstream.testing._servers.ports import free_port
@@ -38,7 +39,9 @@ class StandaloneCluster:
     def __init__(self, hidden: Path, *, cores: int = 2, workers: int = 1) -> None:
         self._hidden, self._cores, self._count = hidden, cores, workers
         # A folder of its own: pytest's are this user's alone.
-        self._folder = tempfile.TemporaryDirectory(prefix="millstream-cluster-", ignore_cleanup_errors=True)
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="millstream-cluster-", dir=reachable_folder(), ignore_cleanup_errors=True
+        )
         self.path = Path(self._folder.name)
         self.port, self._page = free_port(), free_port()
         self.master: subprocess.Popen[bytes] | None = None

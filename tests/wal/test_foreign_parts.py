@@ -17,6 +17,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.reachable import reachable_folder
 from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.cli.main import _report
@@ -81,7 +82,7 @@ def write_log(folder: str, epochs: range = range(1, 3)) -> MemoryReservations:
 @pytest.fixture
 def shared() -> Iterator[str]:
     """Yield a log that another user can reach; that user owns it if this one is root."""
-    top = Path(tempfile.mkdtemp(prefix="millstream-test-"))
+    top = Path(tempfile.mkdtemp(prefix="millstream-test-", dir=reachable_folder()))
     top.chmod(0o755)
     folder = top / "shop"
     write_log(str(folder))
