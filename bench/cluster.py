@@ -31,7 +31,7 @@ from millstream.testing.s3 import EmbeddedS3
 ROWS = 1_000_000
 SECONDS = 30
 RUNS = 3
-"""Fewer than for other figures: a round of the three sides takes five minutes."""
+"""Fewer than for other figures: a round of the three sides takes some minutes."""
 _LOCAL = "local"
 _WORKERS = {"one_worker": 1, "two_workers": 2}
 _FIGURES = ("first_load", "landing")
