@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from millstream.codec.log_frame import FrameKind
@@ -14,6 +15,7 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import is_definition
 from millstream.ports import Files
+from millstream.wal.dropped_segments import past_drops
 from millstream.wal.durable_mark import read_dropped, read_mark
 from millstream.wal.files import RealFiles
 from millstream.wal.frame_index import ShardIndex, read_header
@@ -85,10 +87,10 @@ class Backlogs:
 
         Raises:
             CorruptWal: an index is damaged.
-            FileNotFoundError: retention drops a segment at this very moment; count again.
         """
-        if after >= upto:
-            return _NOTHING
+        return _NOTHING if after >= upto else past_drops(self._files, partial(self._count, after, upto))
+
+    def _count(self, after: Seq, upto: Seq) -> Backlog:
         folders = {shard: shard_folder(self._folder, shard) for shard in list_shards(self._files, self._folder)}
         marks = {
             s: (read_mark(self._files, folder), read_dropped(self._files, folder)) for s, folder in folders.items()

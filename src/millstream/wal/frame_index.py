@@ -31,7 +31,7 @@ from millstream.errors import CorruptFrame, CorruptWal, UnreadableBytes
 from millstream.model.ids import Epoch, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
-from millstream.model.schema import TableSchema, is_definition
+from millstream.model.schema import is_definition
 from millstream.ports import Files
 from millstream.wal.durable_mark import read_dropped
 from millstream.wal.growing_entries import GrowingEntries
@@ -570,17 +570,6 @@ def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterabl
             base = header.base_offset
             raise damage(error, file=path, byte=position, offset_from=base, offset_to=base) from error
     return schemas
-
-
-def load_newest(files: Files, found: NewestSchema) -> TableSchema:
-    """Load the newest schema of a table. Raises `CorruptWal`."""
-    place, segment, _ = found
-    schemas = load_schemas(files, segment.path, read_header(files, segment), (place,))
-    try:
-        return schemas.find(place.table_id, place.version)
-    except CorruptFrame as error:
-        base = segment.base_offset
-        raise damage(error, file=segment.path, byte=place.position, offset_from=base, offset_to=base) from error
 
 
 def _age(found: NewestSchema | tuple[SchemaPlace, SegmentFile]) -> tuple[int, SegmentFile, int]:

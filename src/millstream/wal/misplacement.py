@@ -11,6 +11,7 @@ from collections import Counter
 from millstream.codec.log_segment import SegmentHeader
 from millstream.model.ids import ShardId, StreamId
 from millstream.ports import Files
+from millstream.wal.dropped_segments import skipping_dropped
 from millstream.wal.durable_mark import read_mark
 from millstream.wal.layout import SegmentFile, segments_and_strays, shard_folder, shards_and_strays
 from millstream.wal.segment_scan import header_of
@@ -56,15 +57,16 @@ def split_misplaced(
 ) -> tuple[list[SegmentFile], list[tuple[SegmentFile, SegmentHeader, str]]]:
     """Split the segments into those whose headers name their place (or can't be read), and the others.
 
-    Each of the others comes with its header and what is wrong.
+    Each of the others comes with its header and what is wrong. A segment that retention has just dropped is in neither.
     """
     placed: list[SegmentFile] = []
     misplaced: list[tuple[SegmentFile, SegmentHeader, str]] = []
     for segment in segments:
-        header = header_of(files, segment)
-        why = None if header is None else misplacement(header, segment, shard, stream)
-        if header is None or why is None:
-            placed.append(segment)
-        else:
-            misplaced.append((segment, header, why))
+        with skipping_dropped(files):
+            header = header_of(files, segment)
+            why = None if header is None else misplacement(header, segment, shard, stream)
+            if header is None or why is None:
+                placed.append(segment)
+            else:
+                misplaced.append((segment, header, why))
     return placed, misplaced

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Final
 
 from millstream.codec.log_frame import FrameHeader, FrameKind
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
@@ -34,7 +35,7 @@ class ReadableRange:
     def __init__(
         self, files: Files, folder: str, *, without_mark: bool, on_damage: OnDamage | None, durable: bool = False
     ) -> None:
-        self._files = files
+        self.files: Final = files
         self._folder = folder
         self._read_mark = read_mark if durable else read_readable
         self._without_mark, self._on_damage = without_mark, on_damage
@@ -46,15 +47,15 @@ class ReadableRange:
 
     def shards(self) -> tuple[ShardId, ...]:
         """Return the shards that the folder has."""
-        return tuple(list_shards(self._files, self._folder))
+        return tuple(list_shards(self.files, self._folder))
 
     def lacks_marks(self) -> bool:
         """Return whether a shard has frames but no mark that shows how far they are durable."""
         folders = [shard_folder(self._folder, shard) for shard in self.shards()]
         return any(
-            read_mark(self._files, folder) is None
+            read_mark(self.files, folder) is None
             and self._has_frames(folder)
-            and read_mark(self._files, folder) is None  # its mark may have moved for the first time in between
+            and read_mark(self.files, folder) is None  # its mark may have moved for the first time in between
             for folder in folders
         )
 
@@ -66,7 +67,7 @@ class ReadableRange:
     def marks(self) -> tuple[Mapping[ShardId, DurableMark], Seq]:
         """Return the marks of all shards, and a number up to which each of them shows everything."""
         if self._without_mark:
-            return marks_of_whole_groups(self._files, self._folder, self.shards(), self._on_damage)
+            return marks_of_whole_groups(self.files, self._folder, self.shards(), self._on_damage)
         while True:
             shards = self.shards()
             marks = self._read_marks(shards)
@@ -74,7 +75,7 @@ class ReadableRange:
             # A writer that joined after the first read may have numbers below those that the other
             # writers' marks show by now.
             if self.shards() == shards and all(
-                self._read_mark(self._files, shard_folder(self._folder, shard)) == marks.get(shard)
+                self._read_mark(self.files, shard_folder(self._folder, shard)) == marks.get(shard)
                 for shard in shards
                 if shard not in marks or marks[shard].is_settled
             ):
@@ -86,11 +87,11 @@ class ReadableRange:
         marks = {}
         for shard in shards:
             shard_dir = shard_folder(self._folder, shard)
-            mark = self._read_mark(self._files, shard_dir)
+            mark = self._read_mark(self.files, shard_dir)
             if mark is None and self._has_frames(shard_dir):
                 # The mark moves before the first frame is written, so this one can only have
                 # appeared since the first read.
-                mark = self._read_mark(self._files, shard_dir)
+                mark = self._read_mark(self.files, shard_dir)
                 if mark is None:
                     raise self._lacks_mark(shard)
             if mark is not None:
@@ -99,7 +100,7 @@ class ReadableRange:
 
     def _lacks_mark(self, shard: ShardId) -> LogError:
         shard_dir = shard_folder(self._folder, shard)
-        if is_mark_damaged(self._files, shard_dir):
+        if is_mark_damaged(self.files, shard_dir):
             file = f"{shard_dir}/{MARK_NAME}"
             return CorruptWal(
                 f"{file} is damaged at byte 0: the mark can't be read",
@@ -114,27 +115,27 @@ class ReadableRange:
         )
 
     def _has_frames(self, shard_dir: str) -> bool:
-        return any(self._holds_frames(segment) for segment in list_segments(self._files, shard_dir))
+        return any(self._holds_frames(segment) for segment in list_segments(self.files, shard_dir))
 
     def _holds_frames(self, segment: SegmentFile) -> bool:
         """Return whether there is more than a header: a shard's very first segment exists before its mark has moved."""
         with suppress(FileNotFoundError):
-            return segment.base_offset > 0 or self._files.size(segment.path) > SEGMENT_HEADER_SIZE
+            return segment.base_offset > 0 or self.files.size(segment.path) > SEGMENT_HEADER_SIZE
         return False
 
     def dropped(self, shard: ShardId) -> tuple[Seq, Offset]:
         """Return the last number dropped, and the first offset left, of a shard."""
         shard_dir = shard_folder(self._folder, shard)
-        dropped = read_dropped(self._files, shard_dir)
-        segments = list_segments(self._files, shard_dir)
+        dropped = read_dropped(self.files, shard_dir)
+        segments = list_segments(self.files, shard_dir)
         first = segments[0].base_offset if segments else Offset(0)
         if first > (0 if dropped is None else dropped.offset):
-            dropped = read_dropped(self._files, shard_dir)  # retention moves its mark first, so a second read has it
+            dropped = read_dropped(self.files, shard_dir)  # retention moves its mark first, so a second read has it
         if dropped is not None and dropped.offset >= first:
             return dropped.seq, dropped.offset
         if first == 0:
             return Seq(0), Offset(0)
-        if not self._without_mark and read_mark(self._files, shard_dir) is not None:
+        if not self._without_mark and read_mark(self.files, shard_dir) is not None:
             begin = Offset(0) if dropped is None else dropped.offset
             error = CorruptWal(
                 f"segments are missing in {shard_dir}: records at offsets [{begin}, {first}) can't be read, and retention didn't drop them",
@@ -163,7 +164,7 @@ class ReadableRange:
             return Seq(1)
         numbers = [first.first_seq or first.group_last_seq]
         for other in first.other_shards:
-            there = self._frames(other, list_segments(self._files, shard_folder(self._folder, other)))
+            there = self._frames(other, list_segments(self.files, shard_folder(self._folder, other)))
             of_group = (f for f in there if f.kind is FrameKind.RECORDS and f.group >= first.group)
             found = next(of_group, None)
             if found is not None and found.group == first.group:
@@ -173,7 +174,7 @@ class ReadableRange:
     def _frames(self, shard: ShardId, segments: Iterable[SegmentFile]) -> Iterator[FrameHeader]:
         """Yield the heads of a shard's readable frames, in order."""
         for segment in segments:
-            for found in scan_segment(self._files, shard, segment, end=None, payload=False):
+            for found in scan_segment(self.files, shard, segment, end=None, payload=False):
                 if isinstance(found, ScannedFrame):
                     yield found.header
 

@@ -16,20 +16,22 @@ from typing import Final
 from millstream.backoff import Backoff
 from millstream.codec.log_frame import FrameHeader, FrameKind, RecordsFrame
 from millstream.codec.log_segment import FrameEntry, FrameTable
-from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd
+from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema, is_definition
 from millstream.ports import Files
 from millstream.protocol.sequencer.persisted_upto import writer_cuts
+from millstream.wal.dropped_segments import past_dropped_front, past_drops
 from millstream.wal.files import RealFiles
-from millstream.wal.frame_index import NewestSchema, OnDamage, ShardIndex, has_numbers, load_newest, overlaps
+from millstream.wal.frame_index import OnDamage, ShardIndex, has_numbers, overlaps
 from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.readable_range import ReadableRange, from_future
 from millstream.wal.reading.commit_time_lookup import numbers_around
 from millstream.wal.reading.frame_cache import DecodedFrames
 from millstream.wal.reading.frame_runs import run_records, runs_of
+from millstream.wal.reading.newest_schemas import NewestSchemas
 from millstream.wal.reading.operation_bounds import whole_before
 from millstream.wal.reading.segment_reader import (
     GroupSize,
@@ -42,7 +44,7 @@ from millstream.wal.reading.shard_merge import Place, by_shard_or_group, group_r
 from millstream.wal.reading.table_records import TablePart, TableRecords, sum_of_parts, within_offsets
 from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_scan import ScannedFrame
-from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch, past_dropped_front
+from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 
@@ -85,8 +87,7 @@ class StreamReader:
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
         self._known_schemas: KnownSchemas | None = None
-        self._newest: dict[TableId, tuple[NewestSchema, TableSchema]] = {}
-        """The schemas that `schemas` has loaded."""
+        self._newest = NewestSchemas(self._files)
 
     # --- positions -------------------------------------------------------------------------------------------------
 
@@ -433,8 +434,15 @@ class StreamReader:
 
     def numbers_at(self, moment_us: int) -> tuple[Seq, Seq]:
         """Return the numbers around a moment of the source's commits (µs since 1970 UTC); see `numbers_around`."""
-        (marks, persisted), first = self._marks(), Seq(self.first_seq() - 1)
-        return numbers_around(self._files, self._all_frames(marks, first, persisted), moment_us, first, persisted)
+        while True:
+            (marks, persisted), first = self._marks(), Seq(self.first_seq() - 1)
+            frames = self._all_frames(marks, first, persisted)
+            try:
+                with TruncationWatch(self.extent, marks):
+                    return numbers_around(self._files, frames, moment_us, first, persisted)
+            except OffsetExpired:
+                if self.first_seq() == first + 1:
+                    raise
 
     def schema_versions(self, *, definitions: bool = False) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
         """Return every readable schema, of every table, by table and version; with `definitions`, also theirs."""
@@ -461,20 +469,11 @@ class StreamReader:
         """Return the latest schema of every table that the log has rows of."""
         if self._on_damage is not None:
             return {table: schema for (table, _), schema in self.schema_versions().items()}
-        latest: dict[TableId, TableSchema] = {}
-        newest: dict[TableId, NewestSchema] = {}
         marks, _ = self._marks()
         with TruncationWatch(self.extent, marks):
-            for shard, mark in marks.items():
-                for table_id, found in self._index(shard).newest_schemas(mark).items():
-                    if table_id not in newest or found.place.version >= newest[table_id].place.version:
-                        newest[table_id] = found
-            for table_id, found in sorted(newest.items()):
-                known = self._newest.get(table_id)
-                same = known is not None and known[0] == found
-                latest[table_id] = known[1] if known and same else load_newest(self._files, found)
-        self._newest = {table_id: (newest[table_id], schema) for table_id, schema in latest.items()}
-        return latest
+            return past_drops(
+                self._files, lambda: self._newest.of((self._index(shard), mark) for shard, mark in marks.items())
+            )
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -482,7 +481,7 @@ class StreamReader:
         found = self.extent.marks()
         if self._watch.is_other(found[0]):
             self._indexes.clear()
-            self._newest.clear()
+            self._newest.forget()
             self._known_schemas = None
         return found
 

@@ -16,10 +16,11 @@ from millstream.codec.log_parts import PayloadPart
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SegmentFooter
 from millstream.errors import CorruptFrame, MillstreamError
-from millstream.model.ids import SchemaVersion, ShardId, TableId
+from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema, is_definition
 from millstream.ports import Files
+from millstream.wal.dropped_segments import skipping_dropped
 from millstream.wal.layout import SegmentFile, segments_and_strays, shard_folder, shards_and_strays
 from millstream.wal.misplacement import stream_of
 from millstream.wal.segment_scan import Loss, ScannedFrame, footer_of, header_of, scan_segment
@@ -91,15 +92,16 @@ class KnownSchemas:
                 stream = stream_of(self._files, self._folder)
                 for shard in shards_and_strays(self._files, self._folder)[0]:
                     for segment in segments_and_strays(self._files, shard_folder(self._folder, shard), looks=True)[0]:
-                        header = header_of(self._files, segment)
-                        # Another log's tables may have the same ids, and other columns.
-                        if header is None or stream in (None, header.stream):
-                            self._look(shard, segment)
+                        with skipping_dropped(self._files):
+                            self._look(stream, shard, segment)
         return self._found
 
-    def _look(self, shard: ShardId, segment: SegmentFile) -> None:
-        for schema in schemas_in(self._files, shard, segment):
-            self._found[schema.table_id, schema.version] = schema
+    def _look(self, stream: StreamId | None, shard: ShardId, segment: SegmentFile) -> None:
+        header = header_of(self._files, segment)
+        # Another log's tables may have the same ids, and other columns.
+        if header is None or stream in (None, header.stream):
+            for schema in schemas_in(self._files, shard, segment):
+                self._found[schema.table_id, schema.version] = schema
 
 
 def schemas_in(files: Files, shard: ShardId, segment: SegmentFile) -> Iterator[TableSchema]:

@@ -10,18 +10,17 @@ another history.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final
 
 from millstream.errors import CorruptWal, LogError, LogTruncated, OffsetExpired
 from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark
-from millstream.model.positions import Offset, Seq
+from millstream.model.positions import Seq
 from millstream.model.replication import ByteEnd
+from millstream.wal.dropped_segments import is_dropped
 from millstream.wal.readable_range import ReadableRange
-
-_Item = TypeVar("_Item")
 
 
 class HistoryWatch:
@@ -102,44 +101,7 @@ class TruncationWatch:
             ) from error
 
     def _is_dropped(self, error: FileNotFoundError | CorruptWal) -> bool:
-        """Return whether a segment is gone because retention has dropped it."""
-        if not isinstance(error, FileNotFoundError) or not str(error.filename).endswith(".wal"):
-            return False
-        shard = ShardId(int(str(error.filename).rsplit("/", 2)[1]))
-        return _is_before(error, self._extent.dropped(shard)[1])
-
-
-def past_dropped_front(
-    read: Callable[[], Iterator[_Item]], dropped: Callable[[], tuple[Seq, Offset]], after: Seq
-) -> Iterator[_Item]:
-    """Yield what a read of a shard yields; begin it again if retention drops a segment that it doesn't need.
-
-    A read looks at the segment before that of its first record, too, which retention may drop at any moment.
-
-    Args:
-        read: begins the read.
-        dropped: returns the last number dropped, and the first offset left.
-        after: the read needs the numbers after this one.
-    """
-    while True:
-        items = read()
-        try:
-            first = next(items, None)
-        except FileNotFoundError as error:
-            seq, offset = dropped()
-            if seq > after or not _is_before(error, offset):
-                raise
-            continue
-        if first is not None:
-            yield first
-            yield from items
-        return
-
-
-def _is_before(error: FileNotFoundError, offset: Offset) -> bool:
-    """Return whether the file that is gone is a segment before an offset."""
-    name = str(error.filename).rsplit("/", 1)[-1]
-    return name.endswith(".wal") and Offset(int(name.removesuffix(".wal"))) < offset
+        return isinstance(error, FileNotFoundError) and is_dropped(self._extent.files, error)
 
 
 def _end(of: DurableMark | ByteEnd) -> ByteEnd:

@@ -26,6 +26,7 @@ from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.protocol.sequencer.persisted_upto import stream_cut
+from millstream.wal.dropped_segments import skipping_dropped
 from millstream.wal.durable_mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import (
@@ -68,12 +69,13 @@ def ls(folder: str, *, files: Files | None = None) -> list[SegmentInfo]:
     """Return all segments, shard by shard, in order. Opens headers and footers only, and walks open segments."""
     files = RealFiles() if files is None else files
     stream = stream_of(files, folder)
-    return [
-        _segment_info(files, shard, segment, marks, stream)
-        for shard in list_shards(files, folder)
-        for marks in [_marks(files, shard_folder(folder, shard))]
-        for segment in list_segments(files, shard_folder(folder, shard))
-    ]
+    found: list[SegmentInfo] = []
+    for shard in list_shards(files, folder):
+        marks = _marks(files, shard_folder(folder, shard))
+        for segment in list_segments(files, shard_folder(folder, shard)):
+            with skipping_dropped(files):
+                found.append(_segment_info(files, shard, segment, marks, stream))
+    return found
 
 
 def inspect(
@@ -97,28 +99,29 @@ def inspect(
         yield from around
         if segment is None:
             continue
-        marks = mark, read_readable(files, shard_folder(folder, shard))
-        header = header_of(files, segment)
-        schemas: dict[tuple[TableId, SchemaVersion], ScannedFrame] = {}
-        for found in scan_segment(files, shard, segment, end=end):
-            if isinstance(found, Loss):
-                if not _is_beyond(found, segment, mark):
-                    yield found
-                continue
-            head = found.header
-            brought = [(part.table_id, part.schema_version) for part in head.parts]
-            if table is not None and all(its != table for its, _ in brought):
-                continue
-            if has_range and head.kind is FrameKind.SCHEMA:
-                schemas |= dict.fromkeys(brought, found)
-                continue
-            # A loss whose numbers are unknown may be in any range.
-            if head.last_seq and (head.last_seq <= after or (upto is not None and head.first_seq > upto)):
-                continue
-            needed = [schemas.pop(key) for key in brought if key in schemas]
-            for schema in sorted(needed, key=lambda frame: frame.position):
-                yield _frame_info(shard, segment, schema, header, marks)
-            yield _frame_info(shard, segment, found, header, marks)
+        with skipping_dropped(files):
+            marks = mark, read_readable(files, shard_folder(folder, shard))
+            header = header_of(files, segment)
+            schemas: dict[tuple[TableId, SchemaVersion], ScannedFrame] = {}
+            for found in scan_segment(files, shard, segment, end=end):
+                if isinstance(found, Loss):
+                    if not _is_beyond(found, segment, mark):
+                        yield found
+                    continue
+                head = found.header
+                brought = [(part.table_id, part.schema_version) for part in head.parts]
+                if table is not None and all(its != table for its, _ in brought):
+                    continue
+                if has_range and head.kind is FrameKind.SCHEMA:
+                    schemas |= dict.fromkeys(brought, found)
+                    continue
+                # A loss whose numbers are unknown may be in any range.
+                if head.last_seq and (head.last_seq <= after or (upto is not None and head.first_seq > upto)):
+                    continue
+                needed = [schemas.pop(key) for key in brought if key in schemas]
+                for schema in sorted(needed, key=lambda frame: frame.position):
+                    yield _frame_info(shard, segment, schema, header, marks)
+                yield _frame_info(shard, segment, found, header, marks)
 
 
 def verify(folder: str, *, files: Files | None = None) -> Verification:
@@ -173,19 +176,20 @@ def stats(folder: str, *, files: Files | None = None, partitions: bool = False) 
         counted.losses += around
         if segment is None:
             continue
-        counted.segments += 1
-        counted.size_bytes += files.size(segment.path)
-        header = header_of(files, segment)
-        for found in scan_segment(files, shard, segment, end=end, payload=False):
-            if isinstance(found, Loss):
-                if not _is_beyond(found, segment, mark):
-                    counted.losses.append(found)
-            else:
-                groups.add(found.header.group_last_seq)
-                _count(files, counted, segment, header, found)
-                if partitions and header is not None and found.header.kind is FrameKind.RECORDS:
-                    with suppress(CorruptFrame):
-                        _count_partitions(counted, header, found)
+        with skipping_dropped(files):
+            counted.size_bytes += files.size(segment.path)
+            counted.segments += 1
+            header = header_of(files, segment)
+            for found in scan_segment(files, shard, segment, end=end, payload=False):
+                if isinstance(found, Loss):
+                    if not _is_beyond(found, segment, mark):
+                        counted.losses.append(found)
+                else:
+                    groups.add(found.header.group_last_seq)
+                    _count(files, counted, segment, header, found)
+                    if partitions and header is not None and found.header.kind is FrameKind.RECORDS:
+                        with suppress(CorruptFrame):
+                            _count_partitions(counted, header, found)
     counted.groups = len(groups)
     return counted
 
@@ -212,8 +216,12 @@ def _segments(
             yield shard, None, mark, None, [Loss(segment.path, 0, why, None, None, shard)]
         chain = _Chain(files, shard, shard_dir, mark)
         for segment, end in zip(segments, ends_of(segments, mark), strict=True):
-            around = losses_around(files, shard, segment, is_last=segment is segments[-1])
-            yield shard, segment, mark, end, chain.losses_before(segment, end) + around
+            around: list[Loss] | None = None
+            with skipping_dropped(files):
+                around = chain.losses_before(segment, end)
+                around += losses_around(files, shard, segment, is_last=segment is segments[-1])
+            if around is not None:
+                yield shard, segment, mark, end, around
         if losses := chain.losses_at_end():
             yield shard, None, mark, None, losses
 
@@ -233,14 +241,13 @@ class _Chain:
     """
 
     def __init__(self, files: Files, shard: ShardId, shard_dir: str, mark: DurableMark | None) -> None:
-        dropped = read_dropped(files, shard_dir)
         self._files = files
         self._shard = shard
-        self._mark = mark
-        self.begin = Offset(0) if dropped is None else dropped.offset
-        """The offset up to which retention has dropped segments."""
-        self._end = None if mark is None else self.begin
         self._shard_dir = shard_dir
+        self._mark = mark
+        self.begin = self._dropped_upto()
+        """The offset up to which retention has dropped segments when the walk begins."""
+        self._end = None if mark is None else self.begin
         self._last: SegmentFile | None = None
         self._previous_hash: bytes | None = None
 
@@ -249,18 +256,25 @@ class _Chain:
         if segment.base_offset < self.begin:
             return []
         losses = []
-        if self._end is not None and segment.base_offset > self._end:
-            why = "segments before it are missing"
-            losses.append(Loss(segment.path, 0, why, self._end, segment.base_offset, self._shard))
-            self._previous_hash = None
         header, footer = header_of(self._files, segment), footer_of(self._files, segment)
+        footer_hash = footer_hash_of(self._files, segment)
+        if self._end is not None and segment.base_offset > self._end:
+            self._previous_hash = None
+            self._end = max(self._end, self._dropped_upto())
+            if segment.base_offset > self._end:
+                why = "segments before it are missing"
+                losses.append(Loss(segment.path, 0, why, self._end, segment.base_offset, self._shard))
         if header is not None and self._previous_hash is not None and header.previous_hash != self._previous_hash:
             losses.append(Loss(segment.path, 0, REPLACED, None, None, self._shard))
         # A walk through a segment without a footer reports what it lacks up to its required end.
         its_end = footer.end_offset if isinstance(footer, SegmentFooter) else end
         self._end = max(self._end or self.begin, segment.base_offset if its_end is None else its_end)
-        self._previous_hash, self._last = footer_hash_of(self._files, segment), segment
+        self._previous_hash, self._last = footer_hash, segment
         return losses
+
+    def _dropped_upto(self) -> Offset:
+        dropped = read_dropped(self._files, self._shard_dir)
+        return Offset(0) if dropped is None else dropped.offset
 
     def losses_at_end(self) -> list[Loss]:
         """Return the durable records that no segment has, behind the last one."""
@@ -406,10 +420,10 @@ def _verify_shard(
     frames = report.frames
     group = GroupNumber(0)
     for segment, end in zip(segments, ends_of(segments, mark), strict=True):
-        report.losses += chain.losses_before(segment, end)
-        is_last = segment is segments[-1]
-        checking = _SegmentCheck(shard, segment, mark, end, is_last, torn)
-        group = _verify_segment(files, checking, report, elsewhere, group)
+        checking = _SegmentCheck(shard, segment, mark, end, segment is segments[-1], torn)
+        with skipping_dropped(files):
+            report.losses += chain.losses_before(segment, end)
+            group = _verify_segment(files, checking, report, elsewhere, group)
     if mark is None and report.frames > frames:
         report.unmarked.append(shard)
     report.losses += chain.losses_at_end()
