@@ -15,7 +15,6 @@ from pyiceberg.exceptions import (
     ForbiddenError,
     NamespaceAlreadyExistsError,
     NoSuchNamespaceError,
-    NotInstalledError,
     OAuthError,
     RESTError,
     UnauthorizedError,
@@ -79,17 +78,17 @@ def _opened(properties: tuple[tuple[str, str], ...]) -> Catalog:
         from millstream.lake.iceberg.rest import BoundedRestCatalog
 
         return BoundedRestCatalog("millstream", **taken)
-    from pyiceberg.catalog import load_catalog
-    from pyiceberg.catalog.sql import SqlCatalog
     from sqlalchemy import create_engine
     from sqlalchemy.pool import NullPool
 
+    from millstream.lake.iceberg.sql import OrderedSqlCatalog
+
     try:
-        catalog = load_catalog("millstream", **taken)
+        catalog = OrderedSqlCatalog("millstream", **taken)
     except _SQL_ERRORS:
         # Another process made the tables of a new SQL catalog at the same time.
-        catalog = load_catalog("millstream", **taken)
-    if taken.get("uri", "").startswith("sqlite") and isinstance(catalog, SqlCatalog):
+        catalog = OrderedSqlCatalog("millstream", **taken)
+    if taken["uri"].startswith("sqlite"):
         # A kept connection would go on with a file that was moved away, also after another was put in its place.
         catalog.engine = create_engine(taken["uri"], poolclass=NullPool)
     return catalog
@@ -154,7 +153,7 @@ def catalog_errors(path: str) -> Iterator[None]:
         if _FOREIGN.isdisjoint(one["type"] for one in error.errors()):
             raise LakeError(f"{path}: {plain_text(error)}", path=path) from error
         raise _unreachable(path, "what answers there isn't a catalog") from error
-    except NotInstalledError as error:
+    except ModuleNotFoundError as error:
         raise UsageError(
             "the catalog's database needs a driver that isn't installed",
             code="missing_extra",
