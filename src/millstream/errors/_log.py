@@ -85,7 +85,10 @@ class DiskFull(LogError):
 
     code = "disk_full"
     retry = Retry.OPERATOR
-    default_hint = "Free space (or inodes: `df -i`), or lower the retention limits; appends then resume."
+    default_hint = (
+        "Free space (or inodes: `df -i`), or lower the retention limits; appends then resume. "
+        "`millstream status` shows what holds the log."
+    )
 
 
 class Overloaded(LogError):
