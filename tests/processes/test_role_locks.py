@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ from typing import cast
 import pytest
 from tests.app.homes import done, make_home, run, wait_for
 from tests.commands import SCRIPT, Command
+from tests.refused_threads import refused_threads
 from tests.serving.servers import served
 
 from millstream.errors import HomeBusy
@@ -66,6 +69,28 @@ def test_a_removed_home_is_not_made_again(tmp_path: Path) -> None:
     assert lock._keep()
     lock.release()
     assert not (tmp_path / "home").exists()
+
+
+def test_a_role_whose_thread_is_refused_is_free_again(tmp_path: Path) -> None:
+    """Regression: the lock stayed, and all later takes of the same process were refused because of it."""
+    with refused_threads("role-"), pytest.raises(OSError, match="no more threads"):
+        RoleLock.take(tmp_path, "delivery")
+    assert holder(tmp_path, "delivery") == {}
+    RoleLock.take(tmp_path, "delivery", patience_s=0).release()
+
+
+def test_a_lock_that_the_system_refuses_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(descriptor: int, _how: int) -> None:
+        tried.append(descriptor)
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    tried: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", refused)
+        with pytest.raises(OSError, match="no locks"):
+            RoleLock.take(tmp_path, "delivery")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(*tried)
 
 
 def another(folder: Path, role: str, **facts: str) -> Command:

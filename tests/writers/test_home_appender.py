@@ -27,6 +27,7 @@ from tests.aio.everywhere import a_home
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.catalog.sequencing import UnreliableAnnouncements
 from tests.commands import SCRIPT, Command
+from tests.refused_threads import refused_threads
 
 import millstream
 from millstream.catalog import Catalog
@@ -456,6 +457,17 @@ def test_an_interrupt_in_the_first_append_leaves_nothing_behind(home: Path, afte
     with millstream.open(home) as again:
         again.append("web", "clicks", {"number": 2})
     assert [row["number"] for row in rows_of(home)] in ([1, 2], [2])
+
+
+def test_a_writer_whose_thread_is_refused_gives_its_role_back(home: Path) -> None:
+    """Regression: its role and its servers stayed, and the process's next appends met its own role."""
+    with millstream.open(home) as opened:
+        with refused_threads("append-steps-aside"), pytest.raises(OSError, match="no more threads"):
+            opened.append("web", "clicks", [{"page": "/"}])
+        assert holder(home / "data" / "run", writer_role(None)) == {}
+        assert not [thread for thread in threading.enumerate() if thread.name == "append-server"]
+        opened.append("web", "clicks", [{"page": "/x"}])
+    assert [row["page"] for row in rows_of(home)] == ["/x"]
 
 
 def test_a_stream_that_the_writers_configuration_lacks_is_told_by_name(home: Path) -> None:

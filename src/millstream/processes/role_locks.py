@@ -95,23 +95,31 @@ class RoleLock:
 
         Raises:
             HomeBusy: another process has it; details: pid, role.
+            OSError: the file can't be locked, or no thread started; the role isn't held.
         """
         file = run_folder / f"{role}.lock"
         descriptor = open_private(file, os.O_RDWR | os.O_CREAT)
         deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    os.close(descriptor)
-                    raise _busy(run_folder, role) from None
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise _busy(run_folder, role) from None
                 time.sleep(_POLL_S)
+        except BaseException:
+            os.close(descriptor)
+            raise
         lock = cls(file, descriptor, {"pid": os.getpid(), "since": time.time()})
-        lock.note(**facts)
-        _HELD.add(lock)
-        lock._keeper.start()
+        try:
+            lock.note(**facts)
+            _HELD.add(lock)
+            lock._keeper.start()
+        except BaseException:
+            lock.release()
+            raise
         return lock
 
     def note(self, **facts: Any) -> None:

@@ -343,8 +343,9 @@ class _OwnWriter:
             opened.callback(self._let_go)  # first: it answers the callers that the server waits for
             acts = {"reshard": lambda asked: self.reshard(str(asked["stream"]), int(asked["shards"]))}
             opened.enter_context(ControlServer(home, writer_role(writer), {}, acts))
-            self._opened = opened.pop_all()
-        Worker("append-steps-aside", self._step_aside).start()
+            with self._closing:  # the worker closes it no sooner than all is noted
+                Worker("append-steps-aside", self._step_aside).start()
+                self._opened = opened.pop_all()
 
     @property
     def has_ended(self) -> bool:
@@ -408,6 +409,7 @@ class _OwnWriter:
 
     def _let_go(self) -> None:
         with self._lock:
+            self._ended.set()  # also if it never began: the server opens no more streams
             streams, self._streams = self._streams, {}
         with contextlib.ExitStack() as all_of_them:
             for stack, _ in streams.values():
