@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dis
+import errno
 import sys
+import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from uuid import UUID
 
 import pytest
-from tests.wal.log_writers import column, opened, small
+from tests.refused_threads import refused_threads
+from tests.wal.log_writers import Others, column, opened, small
 from tests.wal.plain_operations import MemoryReservations
 from tests.wal.test_many_writers import FOLDER, Writers
 
 from millstream.errors import MillstreamError, WriterClosed
-from millstream.model.ids import ShardId, StreamId
+from millstream.model.ids import Epoch, ShardId, StreamId
+from millstream.model.replication import AckLevel
 from millstream.testing.files import FaultPlan, MemoryFile, MemoryFiles
 from millstream.wal.reader import StreamReader
-from millstream.wal.shard_locks import lock_shards
+from millstream.wal.shard_locks import lock_follower, lock_shards
 from millstream.wal.writing.group_commit import GroupCommitter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 _INTERRUPTED = ("writing/writer.py", "writing/group_commit_queue.py", "writing/waiters.py", "threading.py")
 """The code that queues and locks. Below it, `GroupCommitter.uninterrupted` poisons the writer."""
@@ -175,6 +182,71 @@ def test_an_open_that_fails_leaves_no_file_open_and_says_what_failed():
         assert not files.open
     assert code == "append_outcome_unknown"  # by then it was open
     assert at > 20
+
+
+def test_a_first_open_that_fails_leaves_no_file_open():
+    """Regression: a mark that couldn't be made was left open."""
+    at, code = 0, "io_failed"
+    while code == "io_failed":
+        files = CountedFiles()
+        files.plan = FaultPlan(fail_at=frozenset({at := at + 1}))
+        with pytest.raises(MillstreamError) as failed, opened("/wal/s", files=files) as log:
+            log.append(small(1))
+        code = failed.value.code
+        assert not files.open
+    assert at > 10
+
+
+@pytest.mark.parametrize(
+    ("lock", "of", "refused"),
+    [
+        (lambda files: lock_shards(files, FOLDER, [ShardId(0)]), CountedFiles, "read"),
+        (lambda files: lock_shards(files, FOLDER, [ShardId(0)]), MemoryFile, "lock"),
+        (lambda files: lock_follower(files, FOLDER), MemoryFile, "lock"),
+    ],
+    ids=["a mark's bytes", "a mark's lock", "a follower's lock"],
+)
+def test_a_lock_that_the_system_refuses_leaves_no_file_open(
+    lock: Callable[[CountedFiles], object], of: type, refused: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Regression: each try left one."""
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    files = CountedFiles()
+    files.makedirs(FOLDER)
+    lock_shards(files, FOLDER, [ShardId(0)])[ShardId(0)].close()
+    monkeypatch.setattr(of, refused, broken)
+    with pytest.raises(OSError, match="no locks"):
+        lock(files)
+    assert not files.open
+
+
+@pytest.mark.parametrize("refused", ["wal-writer-", "wal-levels"])
+@pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "on disk"])
+def test_a_writer_whose_thread_is_refused_releases_its_shards(tmp_path: Path, refused: str, *, in_memory: bool):
+    """Regression: the process held the locks until its end, so its next tries met another writer: itself."""
+    files, reservations = CountedFiles() if in_memory else None, MemoryReservations()
+
+    def open_it(epoch: int) -> LogWriter:
+        return LogWriter.open(
+            str(tmp_path),
+            stream=StreamId(UUID(int=7)),
+            shards=[ShardId(0), ShardId(1)],
+            epoch=Epoch(epoch),
+            reservations=reservations,
+            files=files,
+            options=LogOptions(disk_used_max=1.0, acks=AckLevel.parse("durable(1)"), acks_patience_s=0.0),
+            high_water=Others(),
+        )
+
+    before = set(threading.enumerate())
+    with refused_threads(refused), pytest.raises(OSError, match="no more threads"):
+        open_it(1)
+    assert files is None or not files.open
+    assert set(threading.enumerate()) <= before
+    open_it(2).close()
 
 
 def test_a_writer_that_cannot_say_that_it_goes_releases_its_shards():

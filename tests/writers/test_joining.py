@@ -9,7 +9,9 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.app.homes import wait_for
 from tests.commands import Command
+from tests.refused_threads import refused_threads
 from tests.wal.plain_operations import plain_ops, plain_table
 from tests.writers.joining_reader import look
 
@@ -50,6 +52,17 @@ class Joined:
 @pytest.fixture
 def joined(tmp_path: Path, postgres: Database) -> Joined:
     return Joined(tmp_path / "shop", postgres.dsn)
+
+
+@pytest.mark.parametrize("refused", ["writer-calls", "writer-a"])
+def test_a_writer_whose_thread_is_refused_gives_its_log_back(joined: Joined, refused: str) -> None:
+    """Regression: the log and its threads went on without an owner, and kept the shards' locks."""
+    before = set(threading.enumerate())
+    with refused_threads(refused), pytest.raises(OSError, match="no more threads"):
+        joined.opened("a")
+    wait_for(lambda: set(threading.enumerate()) <= before)
+    with joined.opened("a") as writer:
+        joined.append(writer, 1)
 
 
 @pytest.mark.siege

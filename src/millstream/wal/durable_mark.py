@@ -75,12 +75,17 @@ class MarkFile:
     def open(cls, files: Files, shard_dir: str) -> MarkFile:
         """Open the shard's mark, or make an empty one (durable by name)."""
         path = f"{shard_dir}/{MARK_NAME}"
-        if files.exists(path):
-            return cls(files.open_write(path), files.read(path))
-        file = files.create(path)
-        file.pwrite(bytes(MARK_SIZE), 0)
-        file.sync()
-        files.sync_dir(shard_dir)
+        is_there = files.exists(path)
+        file = files.open_write(path) if is_there else files.create(path)
+        try:
+            if is_there:
+                return cls(file, files.read(path))
+            file.pwrite(bytes(MARK_SIZE), 0)
+            file.sync()
+            files.sync_dir(shard_dir)
+        except BaseException:
+            file.close()
+            raise
         return cls(file, b"")
 
     @classmethod

@@ -10,7 +10,7 @@ lock, and first check that their marks are still in place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Final
 
 from millstream.errors import LogError, ShardLocked
@@ -129,14 +129,15 @@ def lock_follower(files: Files, folder: str) -> WritableFile:
     if not files.exists(path):
         with suppress(FileExistsError):
             files.create(path).close()
-    file = files.open_write(path)
-    if not file.lock():
-        file.close()
-        raise ShardLocked(
-            f"another process replicates into {folder}",
-            hint="Stop it first; `millstream replicas` shows that process.",
-        )
-    return file
+    with ExitStack() as opened:
+        file = opened.enter_context(closing(files.open_write(path)))
+        if not file.lock():
+            raise ShardLocked(
+                f"another process replicates into {folder}",
+                hint="Stop it first; `millstream replicas` shows that process.",
+            )
+        opened.pop_all()
+        return file
 
 
 def lock_shards(
@@ -183,10 +184,10 @@ def holds_mark(shard_dir: str, mark: MarkFile) -> bool:
 def _lock(files: Files, shard_dir: str) -> MarkFile | None:
     """Return the shard's locked mark; None if another process has the lock. A lock on a replaced mark doesn't count."""
     while True:
-        mark = MarkFile.open(files, shard_dir)
-        if not mark.file.lock():
-            mark.close()
-            return None
-        if holds_mark(shard_dir, mark):
-            return mark
-        mark.close()
+        with ExitStack() as opened:
+            mark = opened.enter_context(closing(MarkFile.open(files, shard_dir)))
+            if not mark.file.lock():
+                return None
+            if holds_mark(shard_dir, mark):
+                opened.pop_all()
+                return mark

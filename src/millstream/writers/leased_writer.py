@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
@@ -137,26 +137,25 @@ class OneOfSeveral(Closing):
             SequencingError (`sequence_unusable`): the numbers in the catalog were changed from outside.
             CorruptWal, DiskFull …: as `LogWriter.open`.
         """
-        store = store_of(catalog, stream, lease_s)
         began = time.monotonic()
         place = WriterPlace(stream, folder, options, lease_s)
-        try:
+        with ExitStack() as opened:
+            store = opened.enter_context(closing(store_of(catalog, stream, lease_s)))
             before = OwnIncarnations() if before is None else before
             registration, shards, log = _begin(store, place, name, location, shard_count, first_shard, before)
-        except BaseException:
-            store.close()
-            raise
-        took_s = time.monotonic() - began
-        if took_s > _SLOW_START_S:
-            logger.info(
-                "a writer took long to start",
-                writer=name,
-                seconds=round(took_s, 2),
-                waited_s=registration.waits_us / 1e6,
-            )
-        if announcements is None:
-            announcements = _announcements_of(catalog, stream)
-        keeper = WriterKeeper(log, store, registration, name, location, place, announcements)
+            opened.enter_context(log)
+            took_s = time.monotonic() - began
+            if took_s > _SLOW_START_S:
+                logger.info(
+                    "a writer took long to start",
+                    writer=name,
+                    seconds=round(took_s, 2),
+                    waited_s=registration.waits_us / 1e6,
+                )
+            if announcements is None:
+                announcements = _announcements_of(catalog, stream)
+            keeper = WriterKeeper(log, store, registration, name, location, place, announcements)
+            opened.pop_all()
         return cls(log, name, registration.writer, shards, keeper, store)
 
     def close(self) -> None:
@@ -296,7 +295,11 @@ class WriterKeeper:
         self._told: dict[str, str] = {}
         """The last message about each writer, so that it is logged once."""
         self._caller = _Caller(log, registration, announcements)
-        self._worker = Worker(f"writer-{name}", self._run).start()
+        try:
+            self._worker = Worker(f"writer-{name}", self._run).start()
+        except BaseException:
+            self._caller.stop()
+            raise
 
     def stop(self) -> None:
         """End the thread, once its current recovery is done."""

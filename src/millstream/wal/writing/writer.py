@@ -44,13 +44,7 @@ from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
 from millstream.wal.writing.sequence_allocator import BlockNumbers, SharedNumbers
 from millstream.wal.writing.submissions import follow, shards_of
-from millstream.wal.writing.waiters import (
-    FutureWaiter,
-    TaskWaiter,
-    ThreadWaiter,
-    Waiting,
-    answer,
-)
+from millstream.wal.writing.waiters import FutureWaiter, TaskWaiter, ThreadWaiter, Waiting, answer
 from millstream.workers import Worker
 
 __all__ = ["LogOptions", "LogWriter", "WriterStats"]
@@ -116,7 +110,11 @@ class LogWriter(Closing):
         self._queue = self._empty_queue()
         self._shown_upto, self._seen_upto = shown_upto, Seq(0)
         self._levels = AckLevels(committer, self._queue, options, stream, high_water)
-        self._worker = Worker(f"wal-writer-{stream.hex[:8]}", self._run).start()
+        try:
+            self._worker = Worker(f"wal-writer-{stream.hex[:8]}", self._run).start()
+        except BaseException:
+            self._levels.close()
+            raise
         _OPEN_HERE.add(self)
 
     def _empty_queue(self) -> GroupCommitQueue:
@@ -182,17 +180,17 @@ class LogWriter(Closing):
             options=options,
             hides=options.acks != LOCAL,
         )
-        keyed = None
-        if sessions is not None and not isinstance(reservations, SharedNumbers):
-            try:
+        try:
+            keyed = None
+            if sessions is not None and not isinstance(reservations, SharedNumbers):
                 keyed = DeduplicatedCommits.open(
                     committer, files, clock, folder, stream, sessions, every_s=options.segment_age_s
                 )
-            except BaseException:
-                committer.abandon()
-                raise
-        readable = ReadableRange(files, folder, without_mark=False, on_damage=None)
-        return cls(committer, stream, options, keyed, high_water, lambda: readable.marks()[1])
+            readable = ReadableRange(files, folder, without_mark=False, on_damage=None)
+            return cls(committer, stream, options, keyed, high_water, lambda: readable.marks()[1])
+        except BaseException:
+            committer.abandon()
+            raise
 
     def submit(
         self,
