@@ -96,7 +96,7 @@ class Files(Protocol):
         """Whether the path is a folder; False for anything else."""
 
     def exists(self, path: str) -> bool:
-        """Whether the path is a file or a folder."""
+        """Whether the path is a file or a folder; raises `OSError` if that can't be told, for example on a failing disk."""
 
     def rename(self, old: str, new: str) -> None:
         """Rename atomically, replacing `new`."""

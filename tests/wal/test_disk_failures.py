@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tests.wal.log_writers import column, opened, small
 from tests.wal.truth import SMALL, Truth
 
-from millstream.errors import AppendOutcomeUnknown, DiskFull, WriterClosed
+from millstream.errors import AppendOutcomeUnknown, DiskFull, MillstreamError, WriterClosed
 from millstream.model.operations import TableRows
+from millstream.testing.errors import coded
 from millstream.testing.files import FaultPlan, MemoryFiles, keep_any, lose_all
+from millstream.wal.reader import StreamReader
 
 
 def test_after_a_failed_fsync_the_writer_is_poisoned_and_its_tail_stays_unreadable():
@@ -42,6 +47,22 @@ def test_after_a_failed_fsync_the_writer_is_poisoned_and_its_tail_stays_unreadab
             assert truth.judge(survivor, seen=before) in (before, truth.attempted), told_unknown
     else:
         raise AssertionError("no run came to its end")
+
+
+def test_a_disk_that_cannot_look_at_the_folder_costs_that_append_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: the log was called missing."""
+
+    def broken(path: str, **_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    with opened(tmp_path) as log:
+        log.append(small(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "stat", broken)
+            with pytest.raises(MillstreamError, check=coded("io_failed")):
+                log.append(small(2))
+        log.append(small(3))
+    assert column(StreamReader(str(tmp_path)), "id") == [1, 3]
 
 
 def test_a_failed_write_that_is_not_for_space_poisons_too(truth: Truth):

@@ -23,6 +23,7 @@ from tests.wal.test_many_writers import FOLDER, Writers
 from millstream.errors import MillstreamError, WriterClosed
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.replication import AckLevel
+from millstream.testing.errors import coded
 from millstream.testing.files import FaultPlan, MemoryFile, MemoryFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.shard_locks import lock_follower, lock_shards
@@ -242,7 +243,7 @@ def test_a_writer_whose_thread_is_refused_releases_its_shards(tmp_path: Path, re
         )
 
     before = set(threading.enumerate())
-    with refused_threads(refused), pytest.raises(OSError, match="no more threads"):
+    with refused_threads(refused), pytest.raises(MillstreamError, check=coded("system_limit")):
         open_it(1)
     assert files is None or not files.open
     assert set(threading.enumerate()) <= before

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from errno import ENOSPC
+from errno import EIO, ENOSPC
 from pathlib import Path
 from uuid import UUID
 
@@ -30,9 +31,10 @@ from millstream.model.writes import SessionFacts, WriteId
 from millstream.protocol.deduplication.known_writes import SessionLimits, Sessions
 from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
+from millstream.testing.errors import coded
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 from millstream.wal.reader import StreamReader
-from millstream.wal.segment_deletion import SESSIONS_HOLDER, Sweep, drop_segments
+from millstream.wal.segment_deletion import SESSIONS_HOLDER, Sweep, drop_segments, hold_for_sessions
 from millstream.wal.writing.deduplicated_commits import DeduplicatedCommits
 from millstream.wal.writing.group_commit import GroupCommitter, WriterIdentity
 from millstream.wal.writing.options import LogOptions
@@ -476,6 +478,41 @@ def test_a_damaged_copy_is_told_and_no_other_streams_is_taken() -> None:
         other.damage(session_path(FOLDER), at, bytes([byte ^ 0x10]))
         with pytest.raises(MillstreamError):
             read_copy(other, FOLDER, STREAM)
+
+
+def test_a_copy_that_the_disk_cannot_look_at_is_not_taken_for_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the writer began without the keys that only the copy had, and replaced it."""
+    reservations, stat = MemoryReservations(), os.stat
+
+    def open_it(epoch: int) -> LogWriter:
+        options = LogOptions(segment_bytes=1, disk_used_max=1.0)
+        return LogWriter.open(
+            str(tmp_path), stream=STREAM, shards=SHARDS, epoch=Epoch(epoch), reservations=reservations,
+            options=options, sessions=SessionLimits(),
+        )  # fmt: skip
+
+    def broken(path: str, *rest: object, **named: object) -> os.stat_result:
+        if path == str(copy):
+            raise OSError(EIO, "Input/output error", path)
+        return stat(path, *rest, **named)  # type: ignore[arg-type]
+
+    copy = Path(session_path(str(tmp_path)))
+    with open_it(1) as log:
+        log.append(write((WriteId(key="k"), 1), (s(1), 1)))
+        log.append(write((s(2), 1), (s(3), 1)))
+    before = copy.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", broken)
+        with pytest.raises(MillstreamError, check=coded("io_failed")):
+            open_it(2)
+        with pytest.raises(OSError, match="Input/output error"):
+            hold_for_sessions(str(tmp_path), Retention([]))
+    assert copy.read_bytes() == before
+    assert drop_segments(str(tmp_path), Retention([]), RetentionBounds(0.0, 0, 0)).dropped
+    with open_it(3) as log:
+        assert kinds(log.append(write((WriteId(key="k"), 1)))) == [REPEATED]
 
 
 def test_a_writer_among_several_takes_no_writes_with_sessions() -> None:

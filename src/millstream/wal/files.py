@@ -212,8 +212,12 @@ class RealFiles:
         return os.path.isdir(path)
 
     def exists(self, path: str) -> bool:
-        """Return whether the path exists."""
-        return os.path.exists(path)
+        """Return whether the path exists. Not `os.path.exists`, which says False if the disk can't tell."""
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def rename(self, old: str, new: str) -> None:
         """Rename atomically; replaces `new`."""

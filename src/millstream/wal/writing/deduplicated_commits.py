@@ -117,6 +117,7 @@ class DeduplicatedCommits:
         Raises:
             CorruptWal: the copy or the log is damaged.
             UnsupportedFormat: a newer version wrote the copy.
+            OSError: the disk fails.
         """
         copy = read_copy(files, folder, stream)
         persisted = committer.persisted_upto

@@ -225,6 +225,7 @@ class GroupCommitter:
         Raises:
             DiskFull: nothing of it is in the log; the next group may succeed.
             CorruptWal (`log_missing`): the log's folder is gone; as `DiskFull`.
+            MillstreamError (`io_failed` …): the disk can't tell whether it is; as `DiskFull`.
             ShardLocked: another writer hangs while it holds the folder's lock, and a segment is due; as `DiskFull`.
             AppendOutcomeUnknown: the disk failed, or another writer took over; nothing more is taken.
             WriterClosed: it failed before.
@@ -246,8 +247,11 @@ class GroupCommitter:
             return [Ack({}, SeqRange(Seq(self._numbers.newest + 1), 0)) for _ in submitted]
         began_ns = self._clock.monotonic_ns()
         shard_dir = next(iter(self._shards.values())).folder
-        if not self._files.exists(shard_dir):
-            raise missing_log(self._folder, self._numbers.newest)
+        try:
+            if not self._files.exists(shard_dir):
+                raise missing_log(self._folder, self._numbers.newest)
+        except OSError as error:
+            raise error_of_os(error) from error
         check_disk(self._files, shard_dir, self._options.disk_used_max)
         self._open_segments()
         hybrid_time = self.times.next_ns()  # before the numbers: whatever it waits for, none is in flight

@@ -68,6 +68,7 @@ def read_copy(files: Files, folder: str, stream: StreamId) -> SessionCopy | None
     Raises:
         CorruptWal: it is damaged, or another stream's.
         UnsupportedFormat: a newer version wrote it.
+        OSError: whether there is one can't be told.
     """
     path = session_path(folder)
     if not files.exists(path):

@@ -34,7 +34,7 @@ from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import Clock, Files, HighWater, SeqReservations
 from millstream.protocol.deduplication.known_writes import SessionLimits
 from millstream.protocol.sequencer import LedgerView
-from millstream.wal.files import RealFiles, SystemClock
+from millstream.wal.files import RealFiles, SystemClock, error_of_os
 from millstream.wal.readable_range import ReadableRange
 from millstream.wal.writing.awaiting_acks import NOTHING, AckLevels, Awaiting, check_level
 from millstream.wal.writing.deduplicated_commits import DeduplicatedCommits
@@ -165,7 +165,8 @@ class LogWriter(Closing):
             CorruptWal, LogError (`unexpected_file`), UnsupportedFormat, StaleEpoch: see `recover`; nothing was
                 changed.
             DiskFull: there's no space to recover or to begin a segment; what was readable stays so.
-            MillstreamError (`io_failed`, `home_unwritable`): the disk fails, or refuses this user.
+            MillstreamError (`io_failed`, `home_unwritable`, `system_limit`): the disk fails or refuses this user, or
+                no thread could be started.
         """
         options = LogOptions() if options is None else options
         check_level(options.acks, high_water, options.reach, shared=isinstance(reservations, SharedNumbers))
@@ -188,8 +189,10 @@ class LogWriter(Closing):
                 )
             readable = ReadableRange(files, folder, without_mark=False, on_damage=None)
             return cls(committer, stream, options, keyed, high_water, lambda: readable.marks()[1])
-        except BaseException:
+        except BaseException as error:
             committer.abandon()
+            if isinstance(error, OSError):
+                raise error_of_os(error) from error
             raise
 
     def submit(
