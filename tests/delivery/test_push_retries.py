@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import threading
@@ -30,6 +31,7 @@ from millstream.delivery.sinks import (
     open_sink,
 )
 from millstream.errors import MillstreamError
+from millstream.workers import Worker
 
 SECRET = "whsec_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
 Judge = Callable[[Sequence[PushMessage]], Outcome]
@@ -283,7 +285,7 @@ def test_a_receiver_that_is_gone_pauses_the_consumer_and_costs_no_message() -> N
 
     source, sink = Source(messages_of(2)), Sink(judge, batch_size=1, retry_min_s=60)
     with pushing_to(sink, source, max_deliver=1000) as pusher:
-        source.wait_until(lambda: not source.flying)
+        source.wait_until(lambda: sink.sent and not source.flying)
         assert source.paused == "gone"
         source.wait_until(lambda: not pusher.is_running)
     assert sorted(source.returned) == ["m0", "m1"]
@@ -309,6 +311,30 @@ def test_a_bug_in_one_of_several_threads_ends_the_pusher(method: str, monkeypatc
     ) as pusher:
         source.wait_until(lambda: not pusher.is_running)
         assert isinstance(pusher.failure, RuntimeError)
+
+
+def test_a_pusher_that_lacks_a_thread_leaves_none_and_has_received_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that had started sent on, while another pusher was given the same messages."""
+    start, received = Worker.start, list[int]()
+
+    def receive(count: int, *, wait_s: float) -> Sequence[PushMessage]:
+        del wait_s
+        received.append(count)
+        return []
+
+    def refused(worker: Worker) -> Worker:
+        if worker is pusher._workers[1]:
+            raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    source, sink = Source(messages_of(5)), Sink(lambda _: ACCEPTED, concurrency=2)
+    monkeypatch.setattr(source, "receive", receive)
+    monkeypatch.setattr(Worker, "start", refused)
+    pusher = Pusher("test", source, sink, max_deliver=3)
+    with pytest.raises(OSError, match="no more threads"):
+        pusher.start()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("push-test")]
+    assert (received, sink.sent, pusher.failure) == ([], [], None)
 
 
 def test_a_receiver_may_set_the_wait() -> None:
@@ -343,7 +369,7 @@ def test_messages_that_were_taken_back_are_not_sent_again() -> None:
 
     source, sink = Source(messages_of(2)), Sink(judge)
     with pushing_to(sink, source):
-        source.wait_until(lambda: not source.flying)
+        source.wait_until(lambda: sink.sent and not source.flying)
     assert len(sink.sent) == 1
     assert source.returned == ["m0", "m1"]
 

@@ -26,6 +26,7 @@ from millstream.delivery.webhook_sink import WebhookSink
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded
 from millstream.wal.files import RealFile
+from millstream.workers import Worker
 
 SECRET = "whsec_" + base64.b64encode(bytes(24)).decode()
 SINK = '[streams.web.consumers.search.webhook]\nsecret = "{secret}"\nallow_private = true\nretry_min = "10ms"\n'
@@ -173,6 +174,41 @@ def test_a_delivery_that_a_bug_ended_begins_again(
         wait_settled(run, 50)
         assert set(ids(receiver)) == set(range(50))
         assert run.call("show")["error"] is None
+
+
+def test_a_delivery_that_lacked_a_thread_says_so_and_begins_later(
+    deployment: Deployment, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began again at once, next to the threads of the first try: messages were sent twice, or became dead letters."""
+    monkeypatch.setattr(push_source, "_RETRY_S", 0.1)
+    start, refused = Worker.start, list[str]()
+    is_short, sinks = threading.Event(), list[WebhookSink]()
+    is_short.set()
+    close = WebhookSink.close
+
+    def start_some(worker: Worker) -> Worker:
+        if is_short.is_set() and worker.name == "push-search-hold":
+            refused.append(worker.name)
+            raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    def closed(sink: WebhookSink) -> None:
+        sinks.append(sink)
+        close(sink)
+
+    monkeypatch.setattr(Worker, "start", start_some)
+    monkeypatch.setattr(WebhookSink, "close", closed)
+    with deployment.run(hook(receiver)) as run:
+        run.start()
+        run.append("orders", *range(50))
+        wait_for(lambda: run.call("show")["error"] == "no more threads can be started", seconds=60)
+        wait_for(lambda: len(sinks) == len(refused) > 1, seconds=60)
+        assert not receiver.requests
+        is_short.clear()
+        wait_settled(run, 50)
+        assert run.call("show")["error"] is None
+        assert run.call("show")["dead"] == 0
+    assert sorted(ids(receiver)) == list(range(50))
 
 
 def test_a_consumer_that_is_made_on_a_full_disk_is_made_once(

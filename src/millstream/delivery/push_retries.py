@@ -213,9 +213,18 @@ class Pusher:
         )
 
     def start(self) -> Pusher:
-        """Start its threads; once only."""
-        for worker in self._workers:
-            worker.start()
+        """Start its threads; once only. If the system refuses one (`OSError`), none is left, and nothing was received."""
+        try:
+            with self._lock:  # a thread receives once all have started
+                try:
+                    for worker in self._workers:
+                        worker.start()
+                except BaseException:
+                    self._stopping.set()
+                    raise
+        except BaseException:
+            self.close()
+            raise
         return self
 
     @property
@@ -271,8 +280,10 @@ class Pusher:
                 return
 
     def _next(self) -> _Batch | None:
-        """Return a batch that is due, or a new one; None if there is none."""
+        """Return a batch that is due, or a new one; None if there is none, or the pusher ends."""
         with self._lock:
+            if self._stopping.is_set():
+                return None
             left_s = self._aside[0][0] - self._now_s() if self._aside else _RECEIVE_S
             if left_s <= 0:
                 return heapq.heappop(self._aside)[2]

@@ -16,12 +16,13 @@ from millstream.delivery.sinks import Place, PushMessage, PushSink, open_sink
 from millstream.delivery.wait_clock import now_ms
 from millstream.errors import MillstreamError
 from millstream.protocol.delivery import Consumer, DeliveryId, Phase, Status
+from millstream.wal.files import error_of_os
 from millstream.workers import call_in_thread
 
 logger = structlog.get_logger("millstream.delivery")
 
 _RETRY_S: Final = 10.0
-"""Wait before a sink that couldn't be opened is opened again."""
+"""Wait before a delivery that couldn't begin begins again."""
 _ENDS_WITHIN_S: Final = 5.0
 """How long requests may take when delivery stops, before their connections are closed."""
 
@@ -226,20 +227,20 @@ class Pushing:
             )
             with running.lock:
                 running.begin_pushing()
-        except MillstreamError as error:
-            running.push_error, self._retry_at_s = error.message, time.monotonic() + _RETRY_S
-            logger.warning("a consumer can't deliver", stream=self._stream, consumer=name, error=error.message)
+            running.push_error = None
+            self._source = ConsumerSource(running, self._want, self._sync)
+            self._pusher = Pusher(
+                name,
+                self._source,
+                self._sink,
+                max_deliver=running.definition.max_deliver,
+                observe=running.observe_request,
+            ).start()
+        except (MillstreamError, OSError) as error:
+            told = error_of_os(error) if isinstance(error, OSError) else error
+            running.push_error, self._retry_at_s = told.message, time.monotonic() + _RETRY_S
+            logger.warning("a consumer can't deliver", stream=self._stream, consumer=name, error=told.message)
             self._end()
-            return
-        running.push_error = None
-        self._source = ConsumerSource(running, self._want, self._sync)
-        self._pusher = Pusher(
-            name,
-            self._source,
-            self._sink,
-            max_deliver=running.definition.max_deliver,
-            observe=running.observe_request,
-        ).start()
 
     def stop(self) -> None:
         """End the delivery. Requests that take too long are cut off; their messages are delivered again later."""
