@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from concurrent.futures import Future
@@ -179,15 +180,34 @@ def test_a_lack_of_threads_is_told_as_the_systems_and_no_place_in_a_crew_is_lost
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    crew, pool = Crew("crew", 1), Pool(1)
+    crew, pool, calls = Crew("crew", 1), Pool(1), list[str]()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
-        for start in (Worker("one", int).start, lambda: crew.submit(int), lambda: pool.submit(int)):
+        for start in (
+            Worker("one", int).start,
+            lambda: crew.submit(lambda: calls.append("refused")),
+            lambda: pool.submit(int),
+        ):
             with pytest.raises(OSError, check=lambda error: error_of_os(error).code == "system_limit"):
                 start()
     done = threading.Event()
     crew.submit(done.set)
     assert done.wait(PATIENCE_S)
+    assert calls == [], "a call that was refused is made by no later one's thread"
     assert pool.submit(int).result(PATIENCE_S) == 0
     crew.close()
     pool.shutdown()
+
+
+def test_a_crew_that_gets_no_further_thread_makes_its_calls_on_those_it_has(monkeypatch: pytest.MonkeyPatch):
+    def refused(_: Worker) -> Worker:
+        raise OSError(errno.EAGAIN, "no more threads can be started")
+
+    crew, goes_on, done = Crew("crew", 2), threading.Event(), threading.Event()
+    crew.submit(goes_on.wait)
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "start", refused)
+        crew.submit(done.set)
+    goes_on.set()
+    assert done.wait(PATIENCE_S)
+    crew.close()

@@ -170,15 +170,22 @@ class Crew:
         self._is_closed = False
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Have a call made; a failure of it is logged. Nothing is done after `close`."""
+        """Have a call made; a failure of it is logged. Nothing is done after `close`.
+
+        Raises `OSError` (EAGAIN) if there is no thread and none can be started: the call isn't made then.
+        """
         with self._lock:
             if self._is_closed:
                 return
-            self._calls.put(call)
+            if self._unfinished >= self._count < self._count_max:
+                try:
+                    Worker(self._name, self._step).start()
+                    self._count += 1
+                except OSError:
+                    if not self._count:
+                        raise
             self._unfinished += 1
-            if self._unfinished > self._count < self._count_max:
-                Worker(self._name, self._step).start()
-                self._count += 1
+            self._calls.put(call)
 
     def close(self) -> None:
         """Take no more calls; the threads end once the earlier ones are made. It doesn't wait for that."""
