@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Sequence
@@ -39,8 +40,9 @@ from millstream.routing.router import Router
 from millstream.routing.rules import HashRing, Matcher, RuleTarget, ShardConfig, SpecificTarget
 from millstream.routing.shard_map import ShardMap
 from millstream.routing.sinks import BufferSink
-from millstream.testing.errors import code_of
+from millstream.testing.errors import code_of, coded
 from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
+from millstream.workers import Worker
 from millstream.writers.write_buffers import BufferDestination
 
 KEYED = schema_of({"id": pa.int64(), "n": pa.int64()}, key=("id",))
@@ -256,6 +258,42 @@ def test_a_write_that_is_sent_again_while_it_is_on_its_way_is_given_once() -> No
         copies.goes_on.set()
         assert [answer.result(60).seqs.count for answer in answers] == [0, 0]
     assert (copies.rows, copies.asked) == ([1], 1)
+    to.close()
+
+
+@pytest.mark.parametrize("why", ["thread", "sink"])
+@pytest.mark.parametrize("by_task", WAYS)
+def test_a_limit_of_the_system_is_told_as_one_of_the_sinks_that_did_not_take_the_write(
+    by_task: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that nothing was done though the log had the rows, and a repeated write waited without end."""
+    start = Worker.start
+
+    def refused(worker: Worker) -> Worker:
+        if worker.name == "routing-sink":
+            raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    def limited(_: Sink, ops: WriteOps, *, deadline_s: float | None) -> list[SinkOutcome]:
+        raise OSError(errno.EMFILE, f"no file for {ops.row_count} rows in {deadline_s} s")
+
+    log, copies = Log(), Sink()
+    to = Dispatcher(log, {"copies": copies})
+    ops = group((None, {0: [1]}), ("copies", {0: [1]}), count=1, ids=[WriteId(key="k")])
+    with monkeypatch.context() as patched:
+        if why == "thread":
+            patched.setattr(Worker, "start", refused)
+        else:
+            patched.setattr(Sink, "append", limited)
+        with pytest.raises(PartialWrite) as caught:
+            append(to, ops, by_task=by_task)
+        with pytest.raises(MillstreamError, check=coded("system_limit")):
+            append(to, write(("copies", [2])), by_task=by_task)
+    said = caught.value.details
+    assert (list(said["succeeded"]), said["failed"]["copies"]["code"]) == (["log"], "system_limit")
+    assert copies.rows == []
+    assert append(to, ops, by_task=by_task).seqs.count == 1
+    assert copies.rows == [1]
     to.close()
 
 

@@ -23,6 +23,7 @@ from millstream.model.steps import run, run_async
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
 from millstream.routing.sinks import TOOK, end_of, left_s
+from millstream.wal.files import error_of_os
 from millstream.workers import Crew, call_in_thread
 
 logger = structlog.get_logger("millstream.routing")
@@ -227,8 +228,11 @@ class Dispatcher:
                 is_over = self._is_over  # operations in flight took too long
             if is_over:
                 self._end(list(new.values()), [_was_given_nothing()] * len(new))
-            else:
+                continue
+            try:
                 self._threads.submit(partial(self._deliver, sink, part, list(new.values()), end_s))
+            except OSError as error:
+                self._end(list(new.values()), [error] * len(new))
         return told
 
     def _deliver(self, sink: str, ops: WriteOps, deliveries: Sequence[SinkDelivery], end_s: float | None) -> None:
@@ -253,7 +257,9 @@ class Dispatcher:
             with self._changed:
                 is_awaited = self._on_way.pop(delivery, None) is not None
             if is_awaited:
-                self._deliveries.end(delivery, outcome)
+                # As the system's own, it would say that nothing was done, though the log may have the operation.
+                told = error_of_os(outcome) if isinstance(outcome, OSError) else outcome
+                self._deliveries.end(delivery, told)
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
