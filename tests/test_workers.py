@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from millstream.wal.files import error_of_os
-from millstream.workers import Crew, Pool, Worker, call_in_thread, watching
+from millstream.workers import Crew, Pool, Worker, call_apart, call_in_thread, watching
 
 PATIENCE_S = 20.0
 
@@ -143,6 +143,19 @@ def test_a_cancelled_call_is_not_made():
     call_in_thread("call", lambda: calls.append(1), made)
     time.sleep(0.01)
     assert (made.cancelled(), calls) == (True, [])
+
+
+def test_a_call_apart_is_made_at_once_if_there_is_no_thread_for_it(monkeypatch: pytest.MonkeyPatch):
+    def refused(_: Worker) -> Worker:
+        raise OSError(errno.EAGAIN, "no more threads can be started")
+
+    def name() -> str:
+        return threading.current_thread().name
+
+    assert call_apart("apart", name).result(PATIENCE_S) == "apart"
+    monkeypatch.setattr(Worker, "start", refused)
+    assert call_apart("apart", name).result(0) == name()
+    assert isinstance(call_apart("apart", lambda: 1 // 0).exception(0), ZeroDivisionError)
 
 
 def test_a_crew_makes_so_many_calls_at_a_time_and_each_that_came_before_its_end():

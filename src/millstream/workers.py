@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Final, ParamSpec, Self, TypeVar
 
@@ -216,17 +217,26 @@ def call_in_thread(name: str, call: Callable[[], T], made: Future[T] | None = No
         made: the future to use, for a caller that may be interrupted before it has the returned one.
     """
     made = Future() if made is None else made
-
-    def run() -> None:
-        assert made is not None
-        if not made.set_running_or_notify_cancel():
-            return
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001 - the caller gets it, whatever it is
-            made.set_exception(error)
-        else:
-            made.set_result(result)
-
-    Worker(name, run).start()
+    Worker(name, partial(_make, call, made)).start()
     return made
+
+
+def call_apart(name: str, call: Callable[[], T]) -> Future[T]:
+    """Call as `call_in_thread`, or at once if the system refuses a thread: for an end, which must come all the same."""
+    made: Future[T] = Future()
+    try:
+        return call_in_thread(name, call, made)
+    except OSError:
+        _make(call, made)
+        return made
+
+
+def _make(call: Callable[[], T], made: Future[T]) -> None:
+    if not made.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001 - the caller gets it, whatever it is
+        made.set_exception(error)
+    else:
+        made.set_result(result)

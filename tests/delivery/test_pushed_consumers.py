@@ -237,6 +237,27 @@ def test_a_consumer_that_is_made_on_a_full_disk_is_made_once(
         assert again.call("show")["acked"] == 4
 
 
+def test_deliveries_end_though_no_thread_can_be_started(
+    deployment: Deployment, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deliveries of a stream went on behind its end, and its consumers' state stayed open."""
+    start = Worker.start
+
+    def refused(worker: Worker) -> Worker:
+        if worker.name == "push-end":
+            raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    monkeypatch.setattr(Worker, "start", refused)
+    with deployment.run(hook(receiver)) as run:
+        run.start()
+        run.append("orders", 1)
+        wait_settled(run, 1)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("push-")]
+    log = str(run.home.delivery_folder("web") / LOG_NAME)
+    assert log not in [file.path for file in psutil.Process().open_files()]
+
+
 def test_a_sink_that_cannot_be_closed_keeps_no_state_open(
     deployment: Deployment, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -366,6 +366,17 @@ def test_what_is_on_its_way_when_it_is_closed_is_answered() -> None:
     assert (copies.rows, copies.is_closed) == ([1], True)
 
 
+def test_every_sink_is_closed_though_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Worker) -> Worker:
+        raise OSError(errno.EAGAIN, "no more threads can be started")
+
+    copies, audit = Sink(), Sink()
+    to = Dispatcher(Log(), {"copies": copies, "audit": audit})
+    monkeypatch.setattr(Worker, "start", refused)
+    to.close()
+    assert (copies.is_closed, audit.is_closed) == (True, True)
+
+
 @pytest.mark.parametrize("by_task", WAYS)
 def test_a_sink_that_hangs_holds_up_no_end(by_task: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the stream, and of the process, waited for it, however long it took."""

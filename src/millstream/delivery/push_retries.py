@@ -237,6 +237,12 @@ class Pusher:
         """The bug that ended it: the messages of its threads are in flight until another pusher begins."""
         return next((worker.failure for worker in self._workers if worker.failure is not None), None)
 
+    def stops(self, within_s: float) -> bool:
+        """Begin no more requests; return whether those under way ended within that time. `close` comes after it."""
+        self._stopping.set()
+        end_s = time.monotonic() + within_s
+        return all(worker.join(max(0.0, end_s - time.monotonic())) for worker in self._workers)
+
     def close(self) -> None:
         """Finish the requests that are under way, and return all other messages to the consumer."""
         self._stopping.set()

@@ -17,7 +17,6 @@ from millstream.delivery.wait_clock import now_ms
 from millstream.errors import MillstreamError
 from millstream.protocol.delivery import Consumer, DeliveryId, Phase, Status
 from millstream.wal.files import error_of_os
-from millstream.workers import call_in_thread
 
 logger = structlog.get_logger("millstream.delivery")
 
@@ -249,13 +248,8 @@ class Pushing:
             if self._source is not None:
                 self._source.is_over = True
                 self._running.wake()
-            if self._pusher is not None:
-                ended = call_in_thread("push-end", self._pusher.close)
-                try:
-                    ended.result(_ENDS_WITHIN_S)
-                except TimeoutError:
-                    self._close(self._sink)
-                    ended.result()
+            if self._pusher is not None and not self._pusher.stops(_ENDS_WITHIN_S):
+                self._close(self._sink)
             self._end()
 
     def _end(self) -> None:

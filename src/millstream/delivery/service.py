@@ -41,7 +41,7 @@ from millstream.errors import CursorExpired, DeliveryError, MillstreamError
 from millstream.model.positions import Seq
 from millstream.protocol.delivery import Change, Consumer, DeliveryId, Phase, State, Status
 from millstream.wal.reader import StreamReader
-from millstream.workers import Worker, call_in_thread
+from millstream.workers import Worker, call_apart
 
 _SYNC_EVERY_S: Final = 0.25
 """How often what was noted is made durable: acknowledgements are within one second."""
@@ -182,7 +182,7 @@ class StreamConsumers:
         self._wanted.set()
         for worker in self._workers:
             worker.join()
-        for ended in [call_in_thread("push-end", pushing.stop) for pushing in self._pushing.values()]:
+        for ended in [call_apart("push-end", pushing.stop) for pushing in self._pushing.values()]:
             ended.result()
         with self._lock:
             for running in self._running.values():
@@ -233,7 +233,7 @@ class StreamConsumers:
             pushing = self._pushing.pop(name, None)
         running.wake()
         if pushing is not None:
-            call_in_thread("push-end", pushing.stop)
+            call_apart("push-end", pushing.stop)
         return Answer(None)
 
     def _steer(self, how: str, name: str, body: Any, waiter: Waiter) -> Answer:

@@ -24,7 +24,7 @@ from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
 from millstream.routing.sinks import TOOK, end_of, left_s
 from millstream.wal.files import error_of_os
-from millstream.workers import Crew, call_in_thread
+from millstream.workers import Crew, call_apart
 
 logger = structlog.get_logger("millstream.routing")
 
@@ -174,7 +174,7 @@ class Dispatcher:
         for delivery, is_begun in left.items():
             self._deliveries.end(delivery, _gave_no_answer() if is_begun else _was_given_nothing())
         self._threads.close()
-        closing = {call_in_thread("routing-sink-end", sink.close): name for name, sink in self._sinks.items()}
+        closing = {call_apart("routing-sink-end", sink.close): name for name, sink in self._sinks.items()}
         closed, hanging = wait(closing, _CLOSES_WITHIN_S)
         for sink_end in hanging:
             logger.warning("a sink hangs, and isn't waited for", sink=closing[sink_end])
