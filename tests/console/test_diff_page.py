@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import pytest
 from tests.console.homes import Site, filled_home, site_of
 from tests.console.test_actions import OWN, audit
@@ -19,6 +21,7 @@ from millstream.console import diff_page
 from millstream.console.diff_page import Diffs
 from millstream.console.html import Rendered
 from millstream.console.routes import Console
+from millstream.workers import Worker
 
 DEADLINE_S: Final = 60.0
 SLEEPS: Final = "import time; time.sleep(600)"
@@ -137,6 +140,25 @@ def test_one_runs_at_a_time_and_is_stopped(site: Site, diffs: Diffs) -> None:
     lines = audit(site)
     assert [line["outcome"] for line in lines] == ["asked", "asked", "refused", "stopped"]
     assert (lines[0]["token"], lines[-1]["stopped_by"]) == ("admin", "admin")
+
+
+def test_a_comparison_that_lacks_a_thread_keeps_no_other_from_its_turn(
+    site: Site, diffs: Diffs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process went on without a bound, and every other was refused as long as the server ran."""
+
+    def refused(_: Worker) -> Worker:
+        raise OSError(errno.EAGAIN, "no more threads can be started")
+
+    diffs.last, diffs._command = None, command(SLEEPS)
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "start", refused)
+        with pytest.raises(OSError, match="no more threads"):
+            diffs.start("admin", "shop", "")
+    assert (diffs.last, diffs._process) == (None, None)
+    assert SLEEPS not in [word for child in psutil.Process().children() for word in child.cmdline()]
+    assert post(site, "admin", do="start", stream="shop").status_code == 303
+    assert post(site, "admin", do="stop").status_code == 303
 
 
 def test_a_stop_starts_nothing_if_nothing_was_compared(site: Site, diffs: Diffs) -> None:

@@ -96,13 +96,20 @@ class Diffs:
                 raise UsageError("a comparison runs already", hint="Wait for its end, or stop it on `/diff`.")
             start_s = time.monotonic()
             out, said = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - the worker closes them
-            self._process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [*self._command, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=said, start_new_session=True
             )
-            self.last = Comparison(stream, table, who, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
-        _make_nice(self._process.pid)
-        follow = partial(self._follow, self._process, self.last, start_s, out, said, on_end)
-        self._worker = Worker("console-diff", follow).start()
+            before, self.last = self.last, Comparison(stream, table, who, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
+        _make_nice(process.pid)
+        follow = partial(self._follow, process, self.last, start_s, out, said, on_end)
+        try:
+            self._worker = Worker("console-diff", follow).start()
+        except BaseException:
+            with out, said, self._lock:
+                process.kill()
+                process.wait()
+                self._process, self.last = None, before
+            raise
 
     def stop(self, who: str = "") -> None:
         """Stop the comparison that runs, for a token of a name."""
