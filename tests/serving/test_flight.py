@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import os
 import ssl
@@ -10,9 +12,10 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -31,11 +34,16 @@ from millstream.model.ids import Epoch
 from millstream.model.operations import Appended
 from millstream.model.replication import Hello, NodeName
 from millstream.replication.flight.wire import FollowRequest
+from millstream.serving import server as serving_server
 from millstream.serving.access import Access, Credentials, TokenBook
 from millstream.serving.flight import read
+from millstream.serving.flight import server as flight_server
 from millstream.serving.flight.requests import Cutter, GetRequest, PutRequest
-from millstream.serving.flight.server import FlightServer, flight_error
+from millstream.serving.flight.server import FlightServer, FlightService, flight_error
+from millstream.serving.server import _renewing
+from millstream.serving.tls_files import Renewal
 from millstream.testing.errors import coded
+from millstream.workers import Worker
 
 KEYED = '[streams.shop]\n[streams.shop.keys]\n"public.orders" = ["id"]\n[streams.web]\n'
 ROWS = pa.schema([pa.field("id", pa.int64()), pa.field("name", pa.string())])
@@ -387,6 +395,55 @@ def test_a_server_ends_while_a_reader_takes_nothing(tmp_path: Path) -> None:
         flight.end(within_s=1.0)
         assert not any(thread.name == "flight-ends" for thread in threading.enumerate())
         idle.close()
+
+
+class RenewedOnce:
+    """Certificates that are renewed at the first look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def look(self) -> bool:
+        self.looks += 1
+        return self.looks == 1
+
+
+def test_a_renewal_is_made_once_there_are_threads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No certificate was taken from then on, or Flight never listened again."""
+    start, starts = Worker.start, Counter[str]()
+    lacking = {"flight-renews": 1, "flight-ends": 1, "flight-callers": 2}
+
+    def start_some(worker: Worker) -> Worker:
+        starts[worker.name] += 1
+        if lacking.get(worker.name) == starts[worker.name]:
+            raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    async def renew(service: FlightService) -> None:
+        renewing = asyncio.create_task(_renewing(cast("Renewal", RenewedOnce()), service))
+        await asyncio.to_thread(wait_for, lambda: renewing.done() or starts["flight-callers"] == 4)
+        assert not renewing.done()
+        renewing.cancel()
+
+    def watching() -> int:
+        return sum(thread.name == "flight-callers" for thread in threading.enumerate())
+
+    monkeypatch.setattr(serving_server, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(flight_server, "_AGAIN_S", 0.05)
+    with running(tmp_path / "home") as (home, flight):
+        service = FlightService(
+            lambda address: FlightServer(home, flight._access, flight._appender, address, None), ("127.0.0.1", 0)
+        )
+        before = watching()
+        with contextlib.ExitStack() as ending:
+            ending.callback(service.end)
+            with monkeypatch.context() as patched:
+                patched.setattr(Worker, "start", start_some)
+                asyncio.run(renew(service))
+            wait_for(lambda: watching() == before)
+            with fl.connect(f"grpc://{service.address}") as caller:
+                list(caller.list_flights())
+        assert starts == {"flight-renews": 2, "flight-ends": 1, "flight-callers": 4}
 
 
 def test_a_renewed_certificate_reaches_flight(tmp_path: Path, authority: Authority) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -20,7 +21,7 @@ from tests.app.homes import done, make_home, wait_for
 from tests.serving.serving_process import served
 
 from millstream.catalog import Catalog
-from millstream.serving.flight.connections import Readers, cut_connections
+from millstream.serving.flight.connections import Readers, Senders, cut_connections
 from millstream.workers import Worker
 
 TABLES = 40
@@ -89,6 +90,28 @@ def test_callers_are_watched_on_after_a_lack_of_descriptors() -> None:
         assert caller.recv(1) == b""
         ended.set()
         assert watching.join(10.0)
+
+
+def test_a_sender_that_cannot_be_warned_for_lack_of_a_thread_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches ended with it: no sender that hung was cut off from then on."""
+    start, refused = Worker.start, list[str]()
+
+    def start_some(worker: Worker) -> Worker:
+        if worker.name == "flight-idle":
+            refused.append(worker.name)
+            raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    monkeypatch.setattr(Worker, "start", start_some)
+    senders, ended = Senders(within_s=0.1), threading.Event()
+    with connected() as (port, peer, caller), senders.sending(peer, len) as sender, sender.waited_for():
+        watching = Worker("watch", partial(senders.watch, port, ended)).start()
+        caller.settimeout(20.0)
+        assert caller.recv(1) == b""
+        ended.set()
+        assert watching.join(10.0)
+        watching.check()
+    assert refused == ["flight-idle"]
 
 
 @pytest.mark.long

@@ -181,14 +181,9 @@ async def _serve(
         await asyncio.sleep(duration_s(home.config.http.drain_delay))
         ended.set()
 
-    async def renew() -> None:
-        while renewal is not None:
-            await asyncio.sleep(LOOK_EVERY_S)
-            # On the loop's own thread: no connection of the context is made at the same time.
-            if renewal.look() and flight is not None:
-                flight.renew()
-
-    aside = [asyncio.create_task(end_when_told()), asyncio.create_task(renew())]
+    aside = [asyncio.create_task(end_when_told())]
+    if renewal is not None:
+        aside.append(asyncio.create_task(_renewing(renewal, flight)))
     forwarded: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
     if answers is not None and process is not None:
         draining = partial(process.share_of("draining"), 1)
@@ -203,6 +198,19 @@ async def _serve(
     finally:
         for task in aside:
             task.cancel()
+
+
+async def _renewing(renewal: Renewal, flight: FlightService | None) -> None:
+    """Take renewed certificates, without an end."""
+    is_due = False
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        # On the loop's own thread: no connection of the context is made at the same time.
+        is_due |= renewal.look()
+        if is_due and flight is not None:
+            with contextlib.suppress(OSError):  # it lacks a thread; the next look tries again
+                flight.renew()
+                is_due = False
 
 
 @contextlib.contextmanager

@@ -166,7 +166,8 @@ class Senders:
         if untaken_s <= self._within_s and silent_s > self._within_s and not call.is_told:
             # On a thread of its own: a client that sends nothing may read nothing either.
             call.is_told = True
-            Worker("flight-idle", partial(call.tell_idle, self._within_s)).start()
+            with contextlib.suppress(OSError):  # without a thread for it, it is cut off without a word
+                Worker("flight-idle", partial(call.tell_idle, self._within_s)).start()
         elif max(untaken_s, silent_s - _LEAVES_WITHIN_S) > self._within_s:
             does_not = "send" if silent_s > self._within_s else "take"
             logger.warning("a Flight sender is cut off", peer=call.peer, does_not=does_not, after_s=self._within_s)

@@ -40,6 +40,7 @@ from millstream.serving.flight.connections import Readers, Sender, Senders, cut_
 from millstream.serving.flight.read import records
 from millstream.serving.flight.requests import GetRequest, PutRequest
 from millstream.serving.tls_files import Certificates
+from millstream.wal.files import error_of_os
 from millstream.wal.flight_log import PIECES, SegmentRequest, requested_pieces
 from millstream.workers import Worker
 
@@ -204,8 +205,13 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
                 address=f"{host}:{address[1]}",
             ) from error
         self.address: Final = f"{host}:{self.port}"
-        for callers in (self._readers, self._senders):
-            Worker("flight-callers", partial(callers.watch, self.port, self._closing)).start()
+        try:
+            for callers in (self._readers, self._senders):
+                Worker("flight-callers", partial(callers.watch, self.port, self._closing)).start()
+        except BaseException:
+            self._closing.set()
+            self.shutdown()
+            raise
 
     def end(self, within_s: float = _ENDS_WITHIN_S) -> None:
         """Take no more, let running calls end, and cut off those whose callers don't within that time."""
@@ -214,7 +220,12 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         if self._wait_for_calls(until):
             # A caller that still sends when its connection closes sees the break, not the reason of its call's end.
             time.sleep(_REASON_ARRIVES_S)
-        ending = Worker("flight-ends", self.shutdown).start()
+        try:
+            ending = Worker("flight-ends", self.shutdown).start()
+        except OSError:  # on this thread, it would wait for callers without a bound
+            cut_connections(self.port)
+            self.shutdown()
+            return
         if not ending.join(max(_REASON_ARRIVES_S, until - time.monotonic())):
             logger.warning(
                 "Flight calls that wait for their callers are cut off", connections=cut_connections(self.port)
@@ -401,7 +412,7 @@ class FlightService:
         return f"{host}:{self._port}"
 
     def renew(self) -> None:
-        """End the server, whose callers are told to retry, and listen again. Runs on a thread of its own."""
+        """End the server, whose callers are told to retry, and listen again: on a thread, whose lack raises `OSError`."""
         Worker("flight-renews", self._renew).start()
 
     def end(self) -> None:
@@ -420,8 +431,9 @@ class FlightService:
             while not self._ended.is_set():
                 try:
                     self._server = self._make((self._host, self._port))
-                except MillstreamError as error:
-                    logger.warning("Flight can't listen again", error=error.message, code=error.code, in_s=_AGAIN_S)
+                except (MillstreamError, OSError) as error:
+                    told = error_of_os(error) if isinstance(error, OSError) else error
+                    logger.warning("Flight can't listen again", error=told.message, code=told.code, in_s=_AGAIN_S)
                     self._ended.wait(_AGAIN_S)
                 else:
                     logger.info("Flight has the renewed certificate")
