@@ -67,6 +67,10 @@ class MarkFile:
 
     def __init__(self, file: WritableFile, data: bytes) -> None:
         self.file = file
+        self.take_counters(data)
+
+    def take_counters(self, data: bytes) -> None:
+        """Go on from the newest slots of the mark's bytes."""
         self._durable_counter = _newest(data, _DURABLE).counter
         self._shown_counter = _newest(data, _SHOWN).counter
         self._dropped_counter = _newest(data, _DROPPED).counter

@@ -189,5 +189,7 @@ def _lock(files: Files, shard_dir: str) -> MarkFile | None:
             if not mark.file.lock():
                 return None
             if holds_mark(shard_dir, mark):
+                # The writer before may have moved it until it let the lock go.
+                mark.take_counters(files.read(f"{shard_dir}/{MARK_NAME}"))
                 opened.pop_all()
                 return mark
