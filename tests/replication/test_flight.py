@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,10 +33,12 @@ from millstream.errors import (
 )
 from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication.flight.address import LeaderAddress
+from millstream.replication.flight.link_watch import LinkWatch, WatchedLink
 from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.flight.wire import FollowRequest
 from millstream.testing.errors import coded
 from millstream.testing.transport import (
+    NODE,
     LinkConformance,
     arrived,
     flooding,
@@ -44,6 +48,7 @@ from millstream.testing.transport import (
     shipments_of,
     take_until,
 )
+from millstream.workers import Worker
 
 
 class FlightStage:
@@ -323,3 +328,62 @@ def test_a_leaders_certificate_that_has_run_out_is_told_of_as_that(tmp_path: Pat
     ):
         of.connect()
     assert caught.value.details["place"] == of.server.place
+
+
+# --- threads that the system refuses -------------------------------------------------------------------------------
+
+
+class Looked(WatchedLink):
+    def __init__(self) -> None:
+        super().__init__(10.0)
+        self.looked = threading.Event()
+
+    def look(self, now_s: float) -> None:
+        del now_s
+        self.looked.set()
+
+    def _cut(self) -> None: ...
+
+
+def test_links_are_watched_after_a_watching_thread_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread was ever started from then on: a silent link stayed."""
+    watch, refused, link = LinkWatch(), Looked(), Looked()
+    with refusing(monkeypatch, "replication-watch"), pytest.raises(OSError, match="no more threads"):
+        watch.add(refused)
+    assert watch.links() == [], "a link that could not be added can't be removed, and would be watched for ever"
+    watch.add(link)
+    assert link.looked.wait(10.0)
+    watch.remove(link)
+
+
+@pytest.mark.parametrize("thread", ["replication-link", "replication-beats", f"replication-beats-{NODE}"])
+def test_a_link_that_lacks_a_thread_ends_at_both_ends(
+    stage: FlightStage, monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    """The leader kept one whose call had ended, and would have written to it; the follower's was watched for ever."""
+    follower = stage.follower()
+    with refusing(monkeypatch, thread), contextlib.suppress(LinkLost):
+        assert isinstance(next_error(follower.connect(hello_of(), 10.0).recv), LinkLost)
+    for transport in (follower, stage.leader()):
+        wait_for(lambda its=transport: not its._watch.links(), what=lambda: "links that are watched")  # type: ignore[misc]
+    kept = stage.leader().accept(0.0)
+    if kept is not None:
+        assert isinstance(next_error(kept.recv), LinkLost)
+        with pytest.raises(LinkLost):
+            kept.send(shipments_of(segments=1)[0])
+    assert linked(stage, hello_of())[0].hello == hello_of()
+
+
+@contextlib.contextmanager
+def refusing(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    """Refuse every thread of that name."""
+    start = Worker.start
+
+    def begun(worker: Worker) -> Worker:
+        if worker.name == name:
+            raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "start", begun)
+        yield

@@ -50,7 +50,11 @@ class ConnectedLink(WatchedLink):
 
         `ended` is called at the very end. Raises as `Transport.connect`.
         """
-        Worker("replication-link", partial(self._run, ended)).start()
+        try:
+            Worker("replication-link", partial(self._run, ended)).start()
+        except OSError as error:
+            ended()
+            raise LinkLost(f"the link can't begin: {error}") from error
         if not self._welcome.wait(timeout_s):
             self._break(LinkLost(f"{self._address.place} didn't answer within {timeout_s:g} s"), forget=True)
         if self._closing.is_set():

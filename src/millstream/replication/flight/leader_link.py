@@ -80,8 +80,9 @@ class ServedLink(WatchedLink):
 
     def keep(self, reader: Any) -> None:
         """Read the follower's messages until the link has ended. Nothing uses the exchange once this returns."""
-        beats = Worker(f"replication-beats-{self._hello.node}", self._beat).start()
+        beats = Worker(f"replication-beats-{self._hello.node}", self._beat)
         try:
+            beats.start()
             self._hear(reader)
             self._break(LinkLost(f"{self._hello.node} has closed the link"))
         except wire.FLIGHT_FAILURES as error:

@@ -66,10 +66,10 @@ class LinkWatch:
     def add(self, link: WatchedLink) -> None:
         """Watch a link from now on."""
         with self._lock:
-            self._links.add(link)
             if not self._runs:
-                self._runs = True
                 Worker("replication-watch", self._run).start()
+                self._runs = True
+            self._links.add(link)
 
     def remove(self, link: WatchedLink) -> None:
         """Remove a link that has ended."""
