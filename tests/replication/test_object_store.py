@@ -5,7 +5,9 @@ The tests of all transports, and those of leadership, retention and refusals.
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -39,6 +41,7 @@ from millstream.testing.transport import (
     take_until,
     whole_position,
 )
+from millstream.workers import Worker
 
 NOTHING: Final[ReplicaPosition] = {}
 NO_OPTIONS: Final[Mapping[str, str]] = {}
@@ -478,3 +481,23 @@ def test_a_segment_of_one_leader_is_the_same_bytes_whoever_reads_it(stage: Store
     found = take_until(link, lambda found: bool(found.ended))
     assert bytes(found.segments[ShardId(0), Offset(0)]) == body
     assert [size for size in found.sizes if size] == [8 << 20, 20_000_000 - (8 << 20)]
+
+
+def test_a_link_that_lacks_a_thread_leaves_none_behind(stage: StoreStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one waited for work for ever, one more with each try."""
+    start = Worker.start
+
+    def begun(worker: Worker) -> Worker:
+        if worker.name == "object-store-seals":
+            raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "start", begun)
+        with pytest.raises(OSError, match="no more threads"):
+            stage.leader().accept(30.0)
+    wait_for(
+        lambda: not [one for one in threading.enumerate() if one.name == "object-store-writes"],
+        what=threading.enumerate,
+    )
+    ship(leads(stage), shipments_of(segments=1))

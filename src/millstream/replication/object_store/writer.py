@@ -228,9 +228,15 @@ class StoredLink:
         self._ended = threading.Event()
         self._sealing: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._workers = (
-            Worker("object-store-writes", self._write_all).start(),
-            Worker("object-store-seals", self._seal_all).start(),
+            Worker("object-store-writes", self._write_all),
+            Worker("object-store-seals", self._seal_all),
         )
+        try:
+            for worker in self._workers:
+                worker.start()
+        except OSError:
+            self.close()
+            raise
         self._sealing.put(True)
 
     @property
