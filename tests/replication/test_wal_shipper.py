@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from uuid import UUID
 
+import pytest
 from tests.app.homes import wait_for
 from tests.replication.flight_server import ExchangeServer
 from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
@@ -60,6 +62,35 @@ class Notes:
     def lag(self, lag: object) -> None: ...
 
     def let_go(self, leader_dropped: Seq) -> None: ...
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    """A log with one record."""
+    reservations, shards = MemoryReservations(), [ShardId(0)]
+    with closing(
+        LogWriter.open(
+            str(tmp_path), stream=StreamId(UUID(int=7)), shards=shards, epoch=Epoch(3), reservations=reservations
+        )
+    ) as writer:
+        writer.append(plain_ops({1: [(plain_table(1), 1, "a")]}))
+    return str(tmp_path)
+
+
+@contextmanager
+def shipping(log: str) -> Iterator[tuple[WalShipper, InProcessTransport]]:
+    transport = InProcessTransport()
+    shipper = WalShipper("web", log, RoleFact(), frozenset({B}), transport, Notes())
+    shipper.start()
+    try:
+        yield shipper, transport
+    finally:
+        shipper.stop(0.0)
+        transport.close()
+
+
+def connected(transport: InProcessTransport) -> AbstractContextManager[LeaderLink]:
+    return closing(transport.connect(Hello(None, B, Epoch(0), {}), 10.0))
 
 
 def segments_of(folder: Path) -> dict[str, bytes]:
@@ -179,3 +210,21 @@ def test_a_fault_that_passes_stops_no_shipping(tmp_path: Path) -> None:
         shipper.stop(0.0)
         transport.close()
     assert not faults
+
+
+def phase_is(shipper: WalShipper, phase: str) -> None:
+    wait_for(lambda: [one["phase"] for one in shipper.facts()] == [phase], seconds=10.0, what=shipper.facts)
+
+
+def test_a_link_that_is_gone_leaves_no_thread(log: str) -> None:
+    """The one that sends waited for work until the shipper's end, one per link."""
+    with shipping(log) as (shipper, transport):
+        for _ in range(3):
+            with connected(transport) as link:
+                assert link.recv(10.0) is not None
+            phase_is(shipper, "apart")
+        wait_for(
+            lambda: not [one for one in threading.enumerate() if one.name == f"ship-send-{B}"],
+            seconds=10.0,
+            what=threading.enumerate,
+        )

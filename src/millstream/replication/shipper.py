@@ -186,6 +186,8 @@ class WalShipper:
                 except queue.Empty:
                     event = events.Tick()
                 self._carry_out(leader.step(event, time.monotonic()))
+                if isinstance(event, events.LinkGone):
+                    self._carry_out([events.DropLink(event.link, None)])
         except Exception as error:
             self.failure = error
             if not isinstance(error, MillstreamError):
