@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -16,21 +17,25 @@ from tests.replication.flight_server import ExchangeServer
 from tests.wal.plain_operations import MemoryReservations, plain_ops, plain_table
 
 from millstream.codec.log_segment import SEGMENT_TRAILER_SIZE, SegmentFooter
+from millstream.errors import LinkLost
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, ByteEnd, Document, Hello, NodeName
 from millstream.ports import LeaderLink
 from millstream.protocol.replication.ack_levels import Holdings
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.leader_events import Heard
+from millstream.protocol.replication.promises_and_fencing import Promise, Role, RoleFact
 from millstream.replication.flight.address import LeaderAddress
 from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.follower import WalFollower
 from millstream.replication.shipper import WalShipper
 from millstream.testing.in_process import InProcessTransport
+from millstream.testing.transport import next_error
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
+from millstream.workers import Worker
 
 A, B = NodeName("a"), NodeName("b")
 SEGMENTS = 10
@@ -62,6 +67,23 @@ class Notes:
     def lag(self, lag: object) -> None: ...
 
     def let_go(self, leader_dropped: Seq) -> None: ...
+
+
+@contextmanager
+def refused(*names: str) -> Iterator[list[str]]:
+    """Refuse the threads whose names begin so, each once; yield the names that are still to come."""
+    start, left = Worker.start, list(names)
+
+    def begun(worker: Worker) -> Worker:
+        for name in left:
+            if worker.name.startswith(name):
+                left.remove(name)
+                raise OSError(errno.EAGAIN, "no more threads can be started")
+        return start(worker)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Worker, "start", begun)
+        yield left
 
 
 @pytest.fixture
@@ -216,6 +238,32 @@ def phase_is(shipper: WalShipper, phase: str) -> None:
     wait_for(lambda: [one["phase"] for one in shipper.facts()] == [phase], seconds=10.0, what=shipper.facts)
 
 
+@pytest.mark.parametrize("thread", ["ship-hear", "ship-send"])
+def test_a_follower_may_come_again_after_a_thread_was_refused(log: str, thread: str) -> None:
+    """The thread that accepts links ended with it: no follower came in from then on."""
+    with shipping(log) as (shipper, transport), refused(thread) as left:
+        with connected(transport) as link:
+            assert isinstance(next_error(link.recv), LinkLost)
+        assert not left
+        phase_is(shipper, "apart")
+        with connected(transport) as link:
+            assert link.recv(10.0) is not None
+            link.send(Acknowledgement(B, Epoch(0), {}, GroupNumber(0), Seq(0), 1))
+            phase_is(shipper, "shipping")
+
+
+def test_a_shipper_ends_though_no_thread_can_part_with_a_follower(log: str) -> None:
+    """`ended` was not set, so whoever waits for it waited on."""
+    with shipping(log) as (shipper, transport), refused("ship-part", "ship-part") as left, connected(transport) as link:
+        assert link.recv(10.0) is not None
+        phase_is(shipper, "greeting")
+        shipper.hear(Heard(Promise(Epoch(9), NodeName("c"))))
+        assert shipper.ended.wait(10.0)
+        assert shipper.failure is None
+        assert left == ["ship-part"]
+        assert isinstance(next_error(link.recv), LinkLost)
+
+
 def test_a_link_that_is_gone_leaves_no_thread(log: str) -> None:
     """The one that sends waited for work until the shipper's end, one per link."""
     with shipping(log) as (shipper, transport):
@@ -228,3 +276,13 @@ def test_a_link_that_is_gone_leaves_no_thread(log: str) -> None:
             seconds=10.0,
             what=threading.enumerate,
         )
+
+
+def test_a_shipper_that_could_not_begin_stops_at_once(log: str) -> None:
+    """It waited for the end of a thread that had not begun."""
+    shipper = WalShipper("web", log, RoleFact(), frozenset({B}), InProcessTransport(), Notes())
+    with refused("ship-web"), pytest.raises(OSError, match="no more threads"):
+        shipper.start()
+    began_s = time.monotonic()
+    assert shipper.stop(0.0) == ()
+    assert time.monotonic() - began_s < 4.0

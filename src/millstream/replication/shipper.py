@@ -123,7 +123,8 @@ class WalShipper:
     def stop(self, within_s: float) -> tuple[NodeName, ...]:
         """Ship what is durable now, for at most `within_s`; then end. Returns the followers that lack some of it."""
         self._events.put(events.Stopping(time.monotonic() + within_s))
-        self.ended.wait(within_s + _ENDS_WITHIN_S)
+        if self._workers:
+            self.ended.wait(within_s + _ENDS_WITHIN_S)
         self._end()
         for worker in self._workers:
             worker.join(_ENDS_WITHIN_S)
@@ -257,7 +258,12 @@ class WalShipper:
                 link = _Link(self._world, number, came)
                 self._links[number] = link
                 self._events.put(events.Joined(number, came.hello))
-                link.start()
+                try:
+                    link.start()
+                except OSError as error:
+                    logger.warning("a follower can't be served", stream=self._name, error=str(error))
+                    self._events.put(events.LinkGone(number))
+                    self._ending.wait(1.0)
                 if self._ending.is_set():
                     link.drop(None)  # it came while all were dropped
 
@@ -337,8 +343,11 @@ class _Link:
         """Break the link, with the reason."""
         self._dropped.set()
         self.jobs.put(None)
-        # It may wait for a follower that hangs.
-        Worker("ship-part", partial(self._part, why)).start()
+        try:
+            # It may wait for a follower that hangs.
+            Worker("ship-part", partial(self._part, why)).start()
+        except OSError:
+            self._link.close()
 
     def _part(self, why: MillstreamError | None) -> None:
         if why is not None:
