@@ -306,3 +306,24 @@ def test_a_node_alone_and_a_store_that_was_mistyped_say_what_to_look_at(tmp_path
         restore_stream(f"file://{tmp_path}/nowhere", STREAM, tmp_path / "restored")
     assert "object_store" in nothing.value.hint
     assert not (tmp_path / "restored").exists()
+
+
+def test_other_nodes_are_asked_again_after_a_thread_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that asks ended with it: this node heard of no promotion from then on."""
+    start, refused, asked = threading.Thread.start, [True], threading.Event()
+
+    def begun(thread: threading.Thread) -> None:
+        if thread.name.startswith("ask-nodes_"):
+            if refused:
+                refused.clear()
+                raise RuntimeError("can't start new thread")
+            asked.set()
+        start(thread)
+
+    with nodes(tmp_path) as (a, _), monkeypatch.context() as patched:
+        patched.setattr("millstream.leadership.promotion_check._EVERY_S", 0.05)
+        patched.setattr(threading.Thread, "start", begun)
+        with hearing_of_promotions(home_of(a)):
+            assert asked.wait(30.0)

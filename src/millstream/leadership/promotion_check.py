@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -19,7 +18,7 @@ from millstream.errors import MillstreamError, ReplicationError
 from millstream.leadership.node_calls import state_of_peer
 from millstream.leadership.node_roles import Roles
 from millstream.protocol.replication.promises_and_fencing import Promise, Role
-from millstream.workers import Worker
+from millstream.workers import Pool, Worker
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -66,7 +65,7 @@ def _heard(home: Home, stream: str, before: OtherStreams) -> tuple[bool, OtherSt
             return fact.promise, fact.claimant
         return theirs.promise, theirs.claimant
 
-    with ThreadPoolExecutor(len(others), thread_name_prefix="ask-nodes") as pool:
+    with Pool(len(others), thread_name_prefix="ask-nodes") as pool:
         highest, claimant = max(pool.map(promised_by, others))
     for node, error in found.items():
         if node not in before or before[node].message != error.message:
