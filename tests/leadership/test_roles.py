@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import structlog
 from click.testing import CliRunner
+from tests.app.homes import wait_for
 from tests.nodes.nodes import STREAM, Node, eventually, nodes
 
 import millstream
@@ -36,6 +38,7 @@ from millstream.nodes import follower_process
 from millstream.nodes.follower_process import begin_to_follow
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.level_document import LEVEL, Terms
+from millstream.nodes.log_shipping import Shipping
 from millstream.nodes.peer_requests import answer_node, node_state
 from millstream.nodes.promote import promote
 from millstream.nodes.restore import restore_stream
@@ -44,6 +47,7 @@ from millstream.private_files import replace_file
 from millstream.protocol.replication.promises_and_fencing import Promise, Role, RoleFact
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.testing.errors import coded
+from millstream.workers import Worker
 
 
 def home_of(node: Node) -> Home:
@@ -327,3 +331,32 @@ def test_other_nodes_are_asked_again_after_a_thread_was_refused(
         patched.setattr(threading.Thread, "start", begun)
         with hearing_of_promotions(home_of(a)):
             assert asked.wait(30.0)
+
+
+@pytest.mark.parametrize("thread", ["ship-accept-", "archive-"])
+def test_shipping_that_could_not_begin_leaves_no_thread_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    """The shipper's first threads stayed, and took followers away from the next one's."""
+    start, refused = Worker.start, [thread]
+
+    def begun(worker: Worker) -> Worker:
+        if refused and worker.name.startswith(refused[0]):
+            raise OSError(errno.EAGAIN, f"no more threads can be started for {refused.pop()}")
+        return start(worker)
+
+    def threads() -> list[str]:
+        return sorted(one.name for one in threading.enumerate() if one.name.startswith(("ship-", "archive-")))
+
+    monkeypatch.setattr(Worker, "start", begun)
+    with nodes(tmp_path, more=f'object_store = "{(tmp_path / "store").as_uri()}"\n') as (a, _):
+        home = home_of(a)
+        home.wal_folder(STREAM).mkdir(parents=True)
+        shipping = Shipping(home)
+        shipping.start()
+        try:
+            expected = [f"{name}-{STREAM}" for name in ("archive", "ship-accept", "ship", "ship-watch")]
+            wait_for(lambda: not refused and threads() == expected, seconds=15.0, what=threads)
+        finally:
+            shipping.end()
+        assert threads() == []

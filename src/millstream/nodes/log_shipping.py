@@ -179,10 +179,10 @@ class _StreamShipping:
                 observers=frozenset(region_node(region) for region in replication.region_addresses),
             )
             self._shipper = shipper
-            shipper.start()
-            if replication.object_store is not None and only is None:
-                self._archiver = stack.enter_context(self._archiving(fact, shipper, documents))
             try:
+                shipper.start()
+                if replication.object_store is not None and only is None:
+                    self._archiver = stack.enter_context(self._archiving(fact, shipper, documents))
                 while not self._ending.wait(LOOK_EVERY_S) and not shipper.ended.is_set():
                     if self._roles.of(self._name) != shipper.fact:
                         shipper.hear(Heard(self._roles.of(self._name).promise))
