@@ -339,6 +339,28 @@ def test_maintenance_leaves_few_files_and_every_row(lake: LakeLayout, orders: Ta
     assert [row["id"] for row in rows_of(lake, "current", orders)] == list(range(1, 10))
 
 
+def test_a_version_can_be_opened_for_the_retention_after_the_commit_that_replaced_it(
+    lake: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    """Iceberg's snapshots expired by when they were made: that of a quiet table did as soon as the next one came."""
+    before = append_history(lake, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1)).version
+    between = now_ms()
+    while now_ms() == between:  # a later millisecond: commits are stamped in them
+        continue
+    newest = append_history(lake, orders, [records(orders, ("c", 2, {"id": 2}))], Seq(2)).version
+    path, app = lake.table_path("history", orders), lake.app_id("history", orders.table_id)
+
+    def opens(present_ms: int) -> bool:
+        opened = open_table(lake, path, app)
+        assert opened is not None
+        opened.trim(now_ms=present_ms, keep_s=300, retention_s=900, spared=newest)
+        return open_table(lake, path, app, version=before) is not None
+
+    assert opens(between + 900_000)
+    if lake.format == "iceberg":
+        assert not opens(now_ms() + 900_000), "it isn't kept for ever"
+
+
 @pytest.mark.long
 def test_another_programs_rows_stop_the_table(lake: LakeLayout, orders: TableSchema, records: Records) -> None:
     land(lake, orders, records(orders, ("c", 1, {"id": 1})), 1)

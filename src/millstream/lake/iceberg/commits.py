@@ -354,7 +354,8 @@ class IcebergHandle:
     def trim(self, *, now_ms: int, keep_s: float, retention_s: float, spared: int | None) -> None:
         with catalog_errors(self.path):
             # A snapshot remembers which files it removed, until they are deleted.
-            maintenance.expire(self._table, before_ms=now_ms - max(retention_s, 2 * keep_s) * 1000, spared=spared)
+            reached = self.version_before(int(now_ms - max(retention_s, 2 * keep_s) * 1000)) or 0
+            maintenance.expire(self._table, below=reached if spared is None else min(reached, spared))
             maintenance.delete_orphans(self._layout, self.path, self._table, now_ms=now_ms)
 
 

@@ -17,7 +17,7 @@ from millstream.errors import LakeError
 from millstream.lake.data_files import TableFiles
 from millstream.lake.iceberg import maintenance
 from millstream.lake.iceberg.clearing import own_tags, stage_no_files
-from millstream.lake.iceberg.facts import NUMBER, STREAM, N, forget_snapshots, is_position
+from millstream.lake.iceberg.facts import NUMBER, STREAM, N, forget_snapshots, is_position, version_of
 from millstream.lake.layout import LakeLayout
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def forget_versions(layout: LakeLayout, path: str, table: Table) -> None:
     with update.fast_append():
         pass
     transaction.commit_transaction()
-    maintenance.expire(table, before_ms=float("inf"), spared=None)
+    maintenance.expire(table, below=version_of(table.current_snapshot()))
     maintenance.delete_orphans(layout, path, table, now_ms=None)
     forget_snapshots(path)
 

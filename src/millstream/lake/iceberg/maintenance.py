@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING
 import pyarrow.fs as pafs
 
 from millstream.lake.data_files import UNCOMMITTED_S_MAX, storage_of
-from millstream.lake.iceberg.facts import kept_by_refs
+from millstream.lake.iceberg.facts import kept_by_refs, version_of
 from millstream.lake.layout import LakeLayout
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
 
 
-def expire(table: Table, *, before_ms: float, spared: int | None) -> None:
-    """Forget snapshots that are older than a moment, except the newest, `spared` and all later ones, and those with a branch or tag.
+def expire(table: Table, *, below: int) -> None:
+    """Forget snapshots below a sequence number, except the newest and those with a branch or tag.
 
     Args:
         table: it is at the new state afterwards.
-        before_ms: milliseconds since 1970.
-        spared: the sequence number of the oldest snapshot that a kept cut names.
     """
     current, kept = table.current_snapshot(), kept_by_refs(table)
     gone = [
@@ -29,8 +27,7 @@ def expire(table: Table, *, before_ms: float, spared: int | None) -> None:
         for snapshot in table.snapshots()
         if current is not None
         and snapshot.snapshot_id not in {current.snapshot_id, *kept}
-        and snapshot.timestamp_ms <= before_ms
-        and (spared is None or (snapshot.sequence_number or 0) < spared)
+        and version_of(snapshot) < below
     ]
     if gone:
         table.maintenance.expire_snapshots().by_ids(gone).commit()
