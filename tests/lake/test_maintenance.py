@@ -191,6 +191,34 @@ def test_files_that_a_kept_cut_names_stay_however_old_they_are(
         opened.to_pyarrow_table()
 
 
+def test_replaced_files_that_came_after_the_last_cut_stay_as_long_as_others(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    """A merged file was deleted in the very run in which it was replaced, under a reader that had just opened it."""
+    day = date(2026, 3, 1)
+    landed = [
+        append_history(layout, orders, [records(orders, ("c", n, {"id": n, "__commit_date": day}))], Seq(n))
+        for n in range(1, 4)
+    ]
+    spared = landed[-1].version
+    maintain_table(layout, "history", orders, now_ms=now_ms(), rules=MaintenanceRules(compact_files=3), spared=spared)
+    path, app = layout.table_path("history", orders), layout.app_id("history", orders.table_id)
+    opened = open_table(layout, path, app)
+    assert opened is not None
+    (merged,) = opened.files().column("path").to_pylist()
+    between = now_ms()
+    hours_ago_s = between / 1000 - 7_200
+    os.utime(Path(path, merged), (hours_ago_s, hours_ago_s))
+    while now_ms() == between:  # a later millisecond: Delta's commits are stamped in them
+        continue
+    assert drop_history(layout, orders, HistoryBound(Seq(3))) == 1
+    maintain_table(layout, "history", orders, now_ms=between + 300_000, spared=spared)
+    assert opened.dataset().to_table().num_rows == 3
+    maintain_table(layout, "history", orders, now_ms=now_ms() + 300_000, spared=spared)
+    assert not Path(path, merged).exists()
+    assert files(layout, "history", orders) == 3, "those that the cut names"
+
+
 def test_compaction_keeps_records_in_order_of_their_numbers_and_recent_days_apart(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):

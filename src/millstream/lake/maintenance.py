@@ -267,9 +267,12 @@ def delete_unneeded(
         return 0
     oldest = kept if spared is None else min(kept, max(0, spared))
     before = open_table(layout, path, app, version=oldest)
-    if before is None:
+    bound = before if kept == oldest else open_table(layout, path, app, version=kept)
+    if before is None or bound is None:
         return 0
     needed = _live(opened) | _live(before) | opened.pinned()
+    if bound is not before:
+        needed |= _live(bound)
     removed = before.removed()
     too_old = datetime.fromtimestamp((now_ms / 1000) - keep_s - UNCOMMITTED_S_MAX, UTC)
     files = TableFiles(layout, path)
