@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,11 +28,13 @@ from tests.wal.plain_operations import plain_ops, plain_table
 
 import millstream
 from millstream.app.log_readers import open_reader
+from millstream.cli.prompt import Prompt
 from millstream.errors import PositionError
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.layout import LakeLayout
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema
@@ -395,6 +398,26 @@ def test_the_prompt_sees_each_new_cut_and_outlives_a_query_that_is_cancelled(hom
         shown.type("\\q\n")
         assert shown.process.wait(180) == 0
     land(layout_of(home), 6, NOON + timedelta(minutes=3), [("d", {"id": 77})])
+
+
+def test_the_prompt_outlives_maintenance_that_deletes_files_while_nothing_new_comes(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the cut nor the log's end moves then: every statement failed, until the user asked for a new session."""
+    own = tmp_path / "home"
+    shutil.copytree(home, own)
+    layout = layout_of(own)
+    prompt = Prompt(Home(own), None, as_of=None, lake_only=False, style="json")
+    count = "SELECT count(*) AS n, sum(id) AS s FROM public.orders;"
+    prompt._take(count)
+    before = capsys.readouterr().out
+    rules = MaintenanceRules(compact_files=2)
+    in_a_while = time.time_ns() // 1_000_000 + 10_000_000
+    done = maintain_table(layout, "history", ORDERS, now_ms=in_a_while, rules=rules)
+    assert (done.files_compacted, done.files_deleted) == (2, 2)
+    prompt._take(count)
+    assert capsys.readouterr().out == before
+    prompt._lake.close()
 
 
 def test_a_table_without_a_key_is_named_unless_its_history_is_asked(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from threading import Event
 from typing import TYPE_CHECKING, Final
 
 from prompt_toolkit import PromptSession
@@ -26,7 +27,7 @@ from millstream.cli.context import note, print_table
 from millstream.cli.main import say_error
 from millstream.cli.query_answer import answer
 from millstream.cli.query_output import STYLES, Style
-from millstream.errors import MillstreamError, UsageError
+from millstream.errors import LakeUnavailable, MillstreamError, UsageError
 from millstream.lake.query.sql_keywords import TEXTS
 from millstream.model.human_text import counted
 
@@ -119,8 +120,15 @@ class Prompt:
             return self._command(word, rest.strip().rstrip(";").strip())
         lake = self._newest()
         for statement in lake.statements(text):
-            started = time.monotonic()
-            count = answer(lake, statement, self._style)
+            started, begun = time.monotonic(), Event()
+            try:
+                count = answer(lake, statement, self._style, begun.set)
+            except LakeUnavailable:
+                # Maintenance deletes replaced files also if nothing new comes.
+                lake = self._renewed()
+                if begun.is_set():
+                    raise
+                count = answer(lake, statement, self._style)
             note(f"{counted(count, 'row')} in {time.monotonic() - started:.2f} s")
         return True
 
@@ -163,10 +171,15 @@ class Prompt:
     def _newest(self) -> LakeSession:
         """Return a session at the newest position, or where the prompt is held."""
         if self._as_of is None and not self._lake.is_newest():
-            fresh = open_lake(self._home, self._stream, lake_only=self._lake_only)
-            self._lake.close()
-            self._lake = fresh
+            self._renewed()
         return self._lake
+
+    def _renewed(self) -> LakeSession:
+        """Replace the session by a new one where the prompt is held; return it."""
+        fresh = open_lake(self._home, self._stream, as_of=self._as_of, lake_only=self._lake_only)
+        self._lake.close()
+        self._lake = fresh
+        return fresh
 
     def _history(self) -> History:
         """Return the input history, in a file of the user's own; in memory if the home can't be written."""

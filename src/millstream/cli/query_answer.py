@@ -24,12 +24,15 @@ _LOOK_S: Final = 0.1
 """How soon Ctrl-C is noticed."""
 
 
-def answer(lake: LakeSession, sql: str, style: Style) -> int:
+def answer(lake: LakeSession, sql: str, style: Style, begins: Callable[[], object] = lambda: None) -> int:
     """Print one statement's rows on stdout, and their position on stderr; return how many there were.
 
     Ctrl-C ends the query in DuckDB too, and raises KeyboardInterrupt.
+
+    Args:
+        begins: called before the first output.
     """
-    count = _cancellable(lake, lambda: _print(lake, sql, style))
+    count = _cancellable(lake, lambda: _print(lake, sql, style, begins))
     for reason in lake.reasons:
         note(str(reason))
     is_listing = LIST.fullmatch(sql) or CATALOG_WORDS.search(sql)
@@ -48,10 +51,11 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
     return count
 
 
-def _print(lake: LakeSession, sql: str, style: Style) -> int:
+def _print(lake: LakeSession, sql: str, style: Style, begins: Callable[[], object]) -> int:
     from millstream.cli.query_output import write_result
 
     with lake.stream(sql) as reader:
+        begins()
         count = write_result(reader, style)
     sys.stdout.flush()
     return count
