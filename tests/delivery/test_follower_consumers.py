@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 from tests.app.homes import make_home
+from tests.delivery.test_store import stored
 
 from millstream.app.open_home import OpenHome
+from millstream.delivery.consumer_store import LOG_NAME, Store
 from millstream.delivery.consumers_log_format import whole
 from millstream.delivery.follower_consumers import CopiedConsumers, adopt_consumers, packed
 from millstream.delivery.service import StreamConsumers
 from millstream.errors import DeliveryError
 from millstream.home.home import Home
+from millstream.nodes.consumers_document import ConsumersDocuments
 from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
 from millstream.writers.home_consumers import surroundings
@@ -193,3 +196,27 @@ def test_a_damaged_copy_stops_no_promotion_and_is_told_of(pair: Pair) -> None:
     assert adopt_consumers(pair.two.delivery_folder("web"), data[:-9], key, "web", pair.reader) is None
     with OpenHome(pair.two) as opened, pytest.raises(DeliveryError, check=coded("consumer_state_unreadable")):
         opened.consumers("web").list()
+
+
+def test_a_state_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old bytes counted as those of the new file, and followers lacked its consumers until the next change."""
+    store, _ = Store.open(tmp_path)
+    store.create(stored("one"))
+    opens = Path.open
+
+    def overtaken(path: Path, *arguments: Any) -> Any:
+        file = opens(path, *arguments)
+        monkeypatch.undo()
+        store.compact([stored("one")])
+        store.create(stored("two"))
+        return file
+
+    documents = ConsumersDocuments(tmp_path)
+    monkeypatch.setattr(Path, "open", overtaken)
+    documents.newest()
+    documents._due_s = 0
+    state, _ = documents.newest()
+    assert state.data == packed((tmp_path / LOG_NAME).read_bytes())
+    store.close()

@@ -5,6 +5,7 @@ The key can sign ids of deliveries, so it goes to followers and not to an object
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,7 @@ class ConsumersDocuments:
     def _look(self) -> None:
         try:
             with (self._folder / LOG_NAME).open("rb") as file:
-                stat = (self._folder / LOG_NAME).stat()
+                stat = os.fstat(file.fileno())  # of this file: another may have its name by now
                 seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
                 if seen == self._seen:
                     return
