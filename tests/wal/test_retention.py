@@ -73,6 +73,18 @@ def test_what_is_unneeded_stays_while_it_is_young_and_small(truth: Truth, clock:
     assert [s.last_seq for s in dropped] == sorted(s.last_seq for s in dropped)
 
 
+def test_a_clock_that_was_ahead_for_a_while_holds_up_no_retention(truth: Truth, clock: ManualClock):
+    """The segment that began then was sealed a year later, and the one before it counted as sealed in a year."""
+    files, year_s = MemoryFiles(), 365 * 86_400
+    log = truth.open(files, options=replace(SMALL, segment_bytes=1 << 20, segment_age_s=100), clock=clock)
+    for step_s in (0, year_s, 0, -year_s, 100):
+        clock.step_wall(step_s)
+        truth.commit(log, truth.ops([(1, 2), (2, 2)]))
+    clock.advance(1_000)
+    dropped = drop(10**9, age_s=1_000, bytes_max=1 << 40, files=files, clock=clock)
+    assert sorted(segment.shard for segment in dropped) == [0, 0, 1, 1]
+
+
 def test_readers_tell_expired_from_not_yet_there(truth: Truth, clock: ManualClock):
     files = MemoryFiles()
     log = filled(truth, files, clock)

@@ -111,7 +111,7 @@ def _drop_segments(
     fronts = {shard: _front(files, folder, shard) for shard in list_shards(files, folder)}
     hold_for_sessions(folder, tracker, files=files)
     log_bytes = sum(front.size_bytes for front in fronts.values())
-    oldest = {shard: _oldest(files, front) for shard, front in fronts.items() if front.sealed}
+    oldest = {shard: _oldest(files, front, now_ns) for shard, front in fronts.items() if front.sealed}
     dropped: list[SealedSegment] = []
     while not isinstance(
         effect := tracker.step(oldest.values(), now_ns=now_ns, log_bytes=log_bytes, bounds=bounds), Keep
@@ -127,7 +127,7 @@ def _drop_segments(
         front = fronts[effect.segment.shard]
         front.sealed.pop(0)
         if front.sealed:
-            oldest[front.shard] = _oldest(files, front)
+            oldest[front.shard] = _oldest(files, front, now_ns)
         else:
             del oldest[front.shard]
     for front in fronts.values():
@@ -153,7 +153,8 @@ def oldest_sealed(folder: str, *, files: Files | None = None) -> SealedSegment |
     """
     files = RealFiles() if files is None else files
     fronts = [_front(files, folder, shard) for shard in list_shards(files, folder)]
-    return oldest_of(_oldest(files, front) for front in fronts if front.sealed)
+    now_ns = SystemClock().now_ns()
+    return oldest_of(_oldest(files, front, now_ns) for front in fronts if front.sealed)
 
 
 def oldest_created_ns(folder: str, shard: ShardId) -> int | None:
@@ -208,7 +209,7 @@ def _front(files: Files, folder: str, shard: ShardId) -> _Front:
     return _Front(shard, shard_dir, sealed, size, mark.stream, current)
 
 
-def _oldest(files: Files, front: _Front) -> SealedSegment:
+def _oldest(files: Files, front: _Front, now_ns: int) -> SealedSegment:
     segment = front.sealed[0]
     size = files.size(segment.path)
     # Its size and its log message come from its footer: so it has to be the segment that its name
@@ -226,13 +227,19 @@ def _oldest(files: Files, front: _Front) -> SealedSegment:
     if behind.base_offset != footer.end_offset or behind.previous_hash != footer.footer_hash:
         base = following.base_offset
         raise damage(REPLACED, file=following.path, byte=0, offset_from=base, offset_to=base)
+    sealed_ns = behind.created_ns
+    if sealed_ns > now_ns:
+        # The wall clock was set back since. The segment was sealed before any later one began.
+        rest = [one for one in (*front.sealed[2:], front.current) if one is not None]
+        began = (read_header(files, one, shard=front.shard, stream=front.stream).created_ns for one in rest)
+        sealed_ns = next((ns for ns in began if ns <= now_ns), sealed_ns)
     return SealedSegment(
         shard=front.shard,
         base_offset=segment.base_offset,
         end_offset=footer.end_offset,
         last_seq=footer.frames[-1].group_last_seq,
         size_bytes=size,
-        sealed_ns=behind.created_ns,
+        sealed_ns=sealed_ns,
         batches=_batches(footer),
     )
 

@@ -193,7 +193,9 @@ class OpenSegment:
     def is_full(self, options: LogOptions, now_ns: int) -> bool:
         """Return whether it has the size or the age at which it is sealed, and another begins."""
         age_ns = now_ns - self.header.created_ns
-        return self.byte_end >= options.segment_bytes or age_ns >= int(options.segment_age_s * 1e9)
+        # The age is negative if the wall clock was set back since.
+        is_young = 0 <= age_ns < int(options.segment_age_s * 1e9)
+        return self.byte_end >= options.segment_bytes or not is_young
 
     @property
     def holds_records(self) -> bool:
