@@ -414,7 +414,7 @@ def test_the_prompt_outlives_maintenance_that_deletes_files_while_nothing_new_co
     rules = MaintenanceRules(compact_files=2)
     in_a_while = time.time_ns() // 1_000_000 + 10_000_000
     done = maintain_table(layout, "history", ORDERS, now_ms=in_a_while, rules=rules)
-    assert (done.files_compacted, done.files_deleted) == (2, 2)
+    assert done.files_deleted == done.files_compacted > 1
     prompt._take(count)
     assert capsys.readouterr().out == before
     prompt._lake.close()
