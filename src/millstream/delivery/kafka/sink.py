@@ -35,7 +35,7 @@ from millstream.delivery.sinks import (
     failed,
     names_with_key,
 )
-from millstream.errors import WriteBufferError
+from millstream.errors import BufferUnavailable, WriteBufferError
 from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class KafkaSink:
         self._is_closed = False
         """Also ends a delivery that is under way, at its next step."""
         self._admin: AdminClient | None = None
+        """Replaced after each failure: one that was told of no brokers, by one that is fenced, asks again minutes later."""
         self._producer: Producer | None = None
         self._topics: set[str] = set()
         """Topics that are there, and that the user may write to."""
@@ -152,6 +153,7 @@ class KafkaSink:
                 reason = str(error)
             reason = self._with_cause(reason)
             self._drop_producer()
+            self._admin = None
             return Outcome(Verdict.REFUSED, reason)
 
     def close(self) -> None:
@@ -443,6 +445,7 @@ class KafkaSink:
             except WriteBufferError as error:
                 failing[topic] = self._with_cause(error.message)
                 self._failing_topics.add(topic)
+                self._admin = None if isinstance(error, BufferUnavailable) else self._admin
             else:
                 self._topics.add(topic)
                 self._failing_topics.discard(topic)
