@@ -25,12 +25,13 @@ from millstream.errors import InvalidQuery, LakeTableForeign, LakeUnavailable, P
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current_table import fold_table
 from millstream.lake.layout import LakeLayout
-from millstream.lake.maintenance import maintain_table
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, ReplicaIdentity, TableKind, TableSchema
 from millstream.testing.errors import coded
+from millstream.testing.s3 import EmbeddedS3
 
 Records = Callable[..., pa.RecordBatch]
 
@@ -474,20 +475,28 @@ def test_what_retention_dropped_is_neither_guessed_nor_needed(
         assert session.query('SELECT count(*) AS n FROM public."Order ""Lines"""').to_pylist() == [{"n": 1}]
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
 def test_a_past_answer_survives_the_maintenance_that_deletes_its_files(
-    layout: LakeLayout, orders: TableSchema, records: Records
+    layout: LakeLayout, orders: TableSchema, records: Records, request: pytest.FixtureRequest, *, is_stored: bool
 ):
+    if is_stored:
+        store: EmbeddedS3 = request.getfixturevalue("store")
+        layout = replace(layout, location=f"{store.url}/survives", storage_options=store.lake_options)
     land_at(layout, 2, 0, (orders, records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))), fold=True)
+    # To make its row, a query reads the earlier one.
+    land_at(layout, 3, 0, (orders, records(orders, ("u", 3, {"id": 2, "__unchanged": ["note"]}))))
     land_at(layout, 4, 1, (orders, records(orders, ("d", 4, {"id": 1}))), fold=True)
+    # The versions can still be opened after their files are gone.
+    rules = MaintenanceRules(log_retention_s=4e9)
     ids = "SELECT id FROM public.orders ORDER BY id"
     with LakeSession(layout, as_of=Seq(3)) as session:
         assert session.query(ids).column(0).to_pylist() == [1, 2]
-        assert maintain_table(layout, "current", orders, now_ms=4 * 10**12).files_deleted > 0
+        assert maintain_table(layout, "current", orders, now_ms=4 * 10**12, rules=rules).files_deleted > 0
         assert session.query(ids).column(0).to_pylist() == [1, 2]
     with LakeSession(layout) as session:
         assert session.query(ids).column(0).to_pylist() == [2]
         land_at(layout, 5, 2, (orders, records(orders, ("c", 5, {"id": 5}))), fold=True)
-        maintain_table(layout, "current", orders, now_ms=4 * 10**12)
+        maintain_table(layout, "current", orders, now_ms=4 * 10**12, rules=rules)
         with pytest.raises(LakeUnavailable):
             session.query(ids)
     assert at(layout, ids, 3) == [{"id": 1}, {"id": 2}]

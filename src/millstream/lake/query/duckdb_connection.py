@@ -8,6 +8,7 @@ folder among the machine's files.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ from millstream.lake.history_scan import records_of
 from millstream.lake.query.query_limits import QueryBounds, QueryWatch
 from millstream.lake.query.read_only_sql import reading_statements
 from millstream.lake.query.readable_files import PREFIX, HandedFiles, file_system
-from millstream.lake.store_errors import lake_errors
+from millstream.lake.store_errors import lake_errors, plain_text
 from millstream.lake.table_format import OpenTable
 from millstream.model.names import DEFAULT_SCHEMA, literal, quote
 from millstream.workers import call_in_thread
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 _DATABASE: Final = "__millstream"
 """DuckDB's own is called `memory`, and a statement can't name a schema of that name while there is such a database."""
+
+_UNREAD: Final = re.compile(r"reading the stream registered as '[^']*' failed: (?:IOError|OSError): (.*)", re.DOTALL)
+"""DuckDB's error for a dataset of which a file can't be read."""
 
 
 def path_of(namespace: str, name: str) -> str:
@@ -196,7 +200,7 @@ class Engine:
         try:
             have = self.connection.sql(f"SELECT * FROM {source} LIMIT 0").columns
         except duckdb.Error as error:
-            if (failure := self.take_failure()) is not None:
+            if (failure := self.take_failure(error)) is not None:
                 raise unavailable(opened, failure) from error
             raise
         return source, [name for name in needed if name in have]
@@ -211,9 +215,18 @@ class Engine:
         listed = ", ".join(literal(self.files.hand_over(path)) for path in paths)
         return f"read_parquet([{listed}], {'union_by_name = true, ' if by_name else ''}hive_partitioning = false)"
 
-    def take_failure(self) -> MillstreamError | None:
-        """Return the reason why a file couldn't be read or written since the last call; None if all could."""
-        failure, self.files.failure = self.files.failure, None
+    def failure_in(self, error: Exception) -> MillstreamError | None:
+        """Return the reason why a file couldn't be read or written, after an error of DuckDB; None if all could."""
+        if (unread := _UNREAD.search(str(error))) is None:
+            return self.files.failure
+        return LakeUnavailable(
+            f"a file of the lake could not be read: {plain_text(unread[1])}",
+            hint="Query again, in a new session; if it fails again, check the lake's disk or object store.",
+        )
+
+    def take_failure(self, error: Exception) -> MillstreamError | None:
+        """Return `failure_in`, and forget what `files` recorded."""
+        failure, self.files.failure = self.failure_in(error), None
         return failure
 
 

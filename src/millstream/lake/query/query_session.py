@@ -57,6 +57,7 @@ from millstream.lake.query.time_travel import (
     check_beginning,
     known_later,
     open_history,
+    open_whole,
     standing_at,
 )
 from millstream.lake.query.version_rows import versions_sql
@@ -314,11 +315,11 @@ class LakeSession(Closing):
             if not self._learn():
                 raise
             return self._reader(sql, batch_rows)
-        except duckdb.Error:
-            gone = isinstance(self._engine.files.failure, LakeUnavailable)
+        except duckdb.Error as error:
+            gone = isinstance(self._engine.failure_in(error), LakeUnavailable)
             if not (self._past and self._old_versions and gone):
                 raise
-            self._engine.take_failure()
+            self._engine.take_failure(error)
         # Maintenance came first: read everything from history, then.
         self._engine.forget_views()
         self._left = {word: set(self._tables) for word in self._makers}
@@ -352,7 +353,7 @@ class LakeSession(Closing):
         out_of_memory = isinstance(error, duckdb.OutOfMemoryException | MemoryError)
         if (bound := self._engine.watch.told(said, out_of_memory=out_of_memory)) is not None:
             return bound
-        if (failure := self._engine.take_failure()) is not None:
+        if (failure := self._engine.take_failure(error)) is not None:
             return failure
         table = unknown_table(said, names_written(sql))
         if table is None:
@@ -588,11 +589,4 @@ class LakeSession(Closing):
         fits = table.current >= 0 and table.table_id == schema.table_id and table.current_n <= self._n
         if not fits or not self._old_versions:
             return None
-        try:
-            old = open_table(self._layout, path, app, version=table.current)
-            if old is None or old.n is None or old.n > self._n:
-                return None
-            self._engine.scan(old, None, ())
-        except LakeUnavailable:
-            return None  # its log entry or its files are gone
-        return old
+        return open_whole(self._layout, path, app, table.current, self._n)

@@ -20,7 +20,7 @@ from millstream.errors import (
     TokenFromFuture,
 )
 from millstream.lake.commit_cuts import Cut, CutTable, cut_at, cut_at_time, cut_from, first_cut, last_cut
-from millstream.lake.data_files import files_of, table_in
+from millstream.lake.data_files import TableFiles, files_of, table_in
 from millstream.lake.history_folder import history_begun, history_from
 from millstream.lake.known_tables import KnownTable, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_of
@@ -234,6 +234,18 @@ def open_history(layout: LakeLayout, folder: str, table_id: TableId) -> OpenTabl
             f"the table {path} is gone", hint="Run `millstream tables copy` for the table.", path=path
         )
     return opened
+
+
+def open_whole(layout: LakeLayout, path: str, app: str, version: int, n: Seq) -> OpenTable | None:
+    """Open a table at an earlier version, at or below a position; None if its log entry or one of its files is gone."""
+    try:
+        old = open_table(layout, path, app, version=version)
+        if old is None or old.n is None or old.n > n:
+            return None
+        live = set(old.files().column("path").to_pylist())
+        return old if live <= TableFiles(layout, path).all().keys() else None
+    except LakeUnavailable:
+        return None
 
 
 def check_beginning(
