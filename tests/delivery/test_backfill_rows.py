@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partialmethod
@@ -13,19 +14,24 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.app.homes import make_home
+from tests.app.homes import make_home, wait_for
 from tests.lake.landing import append_history
 from tests.wal.test_records_json import operation, ops, pg, row, schema
 
 from millstream.app.open_home import OpenHome
 from millstream.catalog import Catalog
+from millstream.delivery.backfill.row_writer import stored_backfill
 from millstream.delivery.backfill.rows import OpenLake, Rows, Stopped, Wanted, tables_of, write_rows
 from millstream.delivery.definition import Definition
+from millstream.delivery.request_fields import ALL_ROWS
+from millstream.delivery.service import StreamConsumers
 from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home
 from millstream.lake.commit_cuts import commit_cut, last_cut
 from millstream.lake.folded.current_table import fold_table
+from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout, has_current
+from millstream.lake.maintenance import maintain_table
 from millstream.lake.query.query_session import LakeSession
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.positions import Seq
@@ -33,6 +39,7 @@ from millstream.model.records import Op
 from millstream.model.schema import Column, ReplicaIdentity, TableSchema
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
+from millstream.writers.home_consumers import surroundings
 
 KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
 
@@ -138,6 +145,47 @@ def test_the_lake_and_the_log_give_the_same_rows(
     land(layout, reader, fold=fold)
     # The lake is ahead of the cursor.
     assert rows_of(tmp_path / "rows", early, trimmed, lake) == rows_of(tmp_path / "other", early, reader, lake)
+
+
+def test_a_backfill_ends_with_its_reason_once_its_rows_can_no_longer_be_had(opened: OpenHome, tmp_path: Path) -> None:
+    """It was accepted, and its rows were tried again for ever: its position only gets older."""
+    folder = wal_of(tmp_path)
+    reader, trimmed = StreamReader(folder), Trimmed(folder)
+    layout = LakeLayout(str(tmp_path / "lake"), "web", reader.stream_id)
+    early = land(layout, reader, fold=True)
+    trimmed.first = Seq(early + 1)
+    definition = Definition.parse({"name": "search", "tables": ["orders"]})
+    (orders,) = tables_of(reader, definition).values()
+    opened_lakes = []
+
+    def lake(upto: Seq) -> LakeSession:
+        opened_lakes.append(upto)
+        if len(opened_lakes) == 2:  # the rows are to be written now
+            assert drop_history(layout, orders, HistoryBound(late))
+            assert maintain_table(layout, "current", orders, now_ms=4 * 10**12).files_deleted
+        return LakeSession(layout, as_of=upto)
+
+    home = Home(tmp_path / "home")
+    with home.open_catalog() as catalog:
+        around = replace(surroundings(home, catalog, "web"), open_reader=lambda: trimmed, open_lake=lake)
+        with closing(StreamConsumers(around)) as consumers:
+            consumers.call("create", None, {**definition.as_dict(), "start": "latest"})
+            opened.append("web", "orders", [{"id": 3, "total": 0.5, "note": "new", "paid": True}])
+            late = land(layout, reader, fold=True)
+            consumers.call("backfill", "search", {})
+            wait_for(lambda: consumers.call("show", "search", None).body["backfill"] is None, seconds=20)
+        assert opened_lakes == [early, early]
+        with closing(StreamConsumers(around)) as consumers:
+            shown = consumers.call("show", "search", None).body
+            assert (shown["backfill"], shown["state"]) == (None, "active")
+            assert "ended without its rows" in shown["error"]
+            assert "its history begins after" in shown["error"]
+            (message,) = consumers.call("receive", "search", {}).body["messages"]
+            assert json.loads(message["record"])["row"]["id"] == 3
+            with pytest.raises(LakeBehind, match="its history begins after"):
+                consumers.call("backfill", "search", {})
+    with pytest.raises(LakeBehind):
+        stored_backfill("web", definition, trimmed, lake, early, ALL_ROWS)
 
 
 @pytest.mark.usefixtures("opened")

@@ -376,7 +376,7 @@ def put_consumers(folder: Path, key: bytes | None, consumers: Iterable[Stored]) 
 
 
 def _ended_facts(ended: Sequence[Ended]) -> list[list[Any]]:
-    return [[one.number, one.is_rewound, one.key] for one in ended]
+    return [[one.number, one.is_rewound, one.key, one.failure] for one in ended]
 
 
 def _log_of(consumers: Iterable[Stored]) -> bytes:

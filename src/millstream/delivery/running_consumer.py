@@ -500,7 +500,7 @@ class Running:
         self.save()
         counters, of_rows = machine.counters, self.backfills.counters
         stopped = f"it reads no further until some of its {machine.unsettled:,} unsettled messages are settled"
-        reasons = [self._trouble(), stopped if machine.is_stopped else None]
+        reasons = [self._trouble(), self.backfills.failed(), stopped if machine.is_stopped else None]
         return {
             **self.shown_definition(),
             "state": str(machine.phase),

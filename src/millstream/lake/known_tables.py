@@ -90,6 +90,24 @@ def where_they_land(node: str) -> str:
     return f"This node doesn't land the stream's tables: {node} leads the stream, and does. Ask there, or keep the lake in an object store that both name."
 
 
+def tables_there(tables: Sequence[str], missing: Mapping[str, str], landed_by: str | None) -> str:
+    """Return the hint for an unknown table that none has a name like.
+
+    Args:
+        tables: the names of those that are there.
+        missing: those that can't be read, with the reason.
+        landed_by: as of `LakeSession`.
+    """
+    if missing:
+        return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
+    if not tables and landed_by is not None:
+        return where_they_land(landed_by)
+    if not tables:
+        return "No table has landed in the lake yet: `millstream run` lands them, and `millstream status` shows what goes on."
+    listed = ", ".join(tables[:20]) + (" …" if len(tables) > 20 else "")
+    return f"Tables: {listed}. Others appear once the pipeline has landed them."
+
+
 def other_name(view: str, bare: str, tables: Sequence[str], known: Iterable[KnownTable]) -> str:
     """Return the hint for an unknown table, `view.bare`, with the names that it may mean; empty if there are none.
 

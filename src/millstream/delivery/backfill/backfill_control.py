@@ -138,6 +138,13 @@ class Backfilling:
         settled = self.stored.state.cursor if self._work is None else self._work.settled
         return {"tables": self.stored.names, "rows": settled, "of": self.stored.total}
 
+    def failed(self) -> str | None:
+        """Return how the last backfill failed; None if it didn't, and once another one runs."""
+        last = self.ended[-1] if self.ended and self.stored is None else None
+        if last is None or last.failure is None:
+            return None
+        return f"backfill {last.number} ended without its rows, and can't be repeated as of its cursor: {last.failure}"
+
     def next_wake(self) -> int | None:
         """Return the time at which `expire` has something to do; None if there is none."""
         return None if self._work is None else self._work.machine.next_wake()
@@ -242,8 +249,8 @@ class Backfilling:
             )
         )
 
-    def end(self, *, is_rewound: bool) -> None:
-        """End the backfill that runs, if there is one, durably, and remove its rows."""
+    def end(self, *, is_rewound: bool, failure: str | None = None) -> None:
+        """End the backfill that runs, if there is one, durably, and remove its rows; `failure` as of `Ended`."""
         if self.stored is None:
             return
         counts, total, stored = self.counters, self._machine.counters, self.stored
@@ -251,7 +258,7 @@ class Backfilling:
         total.delivered += counts.delivered
         total.redelivered += counts.redelivered
         total.acked += counts.acked
-        self.ended.append(Ended(stored.number, is_rewound, stored.key))
+        self.ended.append(Ended(stored.number, is_rewound, stored.key, failure))
         del self.ended[:-ENDED_MAX]
         self.close()
         self.stored = self.error = None

@@ -9,12 +9,12 @@ from typing import Final
 import structlog
 
 from millstream.delivery.backfill.backfill_control import new_number
-from millstream.delivery.backfill.rows import OpenLake, Stopped, Wanted, base_of, tables_of, write_rows
+from millstream.delivery.backfill.rows import OpenLake, Stopped, Wanted, base_of, behind, tables_of, write_rows
 from millstream.delivery.backfill.running_backfill import StoredBackfill, file_of
 from millstream.delivery.definition import LITERAL_HINT, Definition, literal_fault
 from millstream.delivery.request_fields import AskedRows
 from millstream.delivery.running_consumer import Running
-from millstream.errors import InvalidValue, MillstreamError, UsageError
+from millstream.errors import InvalidValue, MillstreamError, PositionError, UsageError
 from millstream.model.ids import TableId
 from millstream.model.names import TablePatterns
 from millstream.model.positions import Seq
@@ -70,7 +70,11 @@ def stored_backfill(
             raise InvalidValue(f"no matching table has a column {missing[0]!r}", hint="Use columns of the tables.")
         if (fault := literal_fault(predicate, found.values())) is not None:  # else every row would pass
             raise InvalidValue(fault, hint=LITERAL_HINT)
-    base = base_of(Wanted(stream, definition, where, found, Seq(cursor)), reader, open_lake)
+    try:
+        base = base_of(Wanted(stream, definition, where, found, Seq(cursor)), reader, open_lake)
+    except PositionError as error:
+        hint = "Let the consumer go on, or rewind it to a later place, and repeat the call."
+        raise behind(error.message, hint) from error
     if base is not None:
         base.close()
     names = sorted(schema.full_name for schema in found.values())
@@ -158,7 +162,17 @@ class BackfillWriter:
             return self._is_closing.is_set() or running.is_deleted or running.backfills.wants_rows is not stored
 
         path = file_of(folder, stored.number)
-        total = write_rows(path, wanted, reader, self._open_lake, is_void)
+        try:
+            total = write_rows(path, wanted, reader, self._open_lake, is_void)
+        except PositionError as error:
+            if error.code != "beyond_retention":
+                raise
+            with running.lock:
+                if not is_void() and not running.is_closed:
+                    # The position only gets older: no later try succeeds.
+                    running.backfills.end(is_rewound=True, failure=error.message)
+            running.wake()
+            return
         with running.lock:
             if is_void() or running.is_closed:
                 path.unlink(missing_ok=True)

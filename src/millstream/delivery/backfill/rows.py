@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from millstream.delivery.definition import KEY, NO_GROUPS, Definition
 from millstream.delivery.records.groups import groups_of
 from millstream.delivery.records.record_messages import chosen
-from millstream.errors import LakeBehind, LakeError, LogError, PositionError
+from millstream.errors import LakeBehind, LakeError, LogError
 from millstream.lake.column_conversion import EXACT, from_text, same_type, texts_of, to_text
 from millstream.lake.filled_columns import filled_records
 from millstream.lake.layout import has_current
@@ -129,31 +129,39 @@ def base_of(wanted: Wanted, reader: StreamReader, open_lake: OpenLake) -> LakeSe
     """Return the lake from which the rows are made, which the caller closes; None if the log has them all.
 
     Raises:
-        LakeBehind: neither the lake nor the log has the tables from their beginning.
+        PositionError (`beyond_retention`): the lake no longer has them as of the consumer's cursor.
+        LakeBehind: neither the lake nor the log has the tables from their beginning so far.
     """
     first = reader.first_seq()
     if first <= 1 or not wanted.tables:
         return None
     try:
         lake = open_lake(wanted.upto)
-    except (PositionError, LakeBehind) as error:
-        raise _behind(error.message) from error
+    except LakeBehind as error:
+        raise behind(error.message) from error
     except LakeError as error:
-        raise _behind(f"the lake can't be read: {error.message}") from error
+        raise behind(f"the lake can't be read: {error.message}") from error
     reached = lake.token.linear()
     lacking = [schema.full_name for table, schema in wanted.tables.items() if lake.name_of(table) is None]
     if reached < first - 1 or lacking:
         lake.close()
         what = f"it lacks {lacking[0]}" if lacking else f"it has records up to {reached}"
-        raise _behind(f"the log begins at {first}, and of the lake {what}")
+        raise behind(f"the log begins at {first}, and of the lake {what}")
+    try:
+        for table in wanted.tables:
+            lake.check_rows(table)
+    except BaseException:
+        lake.close()
+        raise
     return lake
 
 
-def _behind(why: str) -> LakeBehind:
-    return LakeBehind(
-        f"neither the log nor the lake has the tables from their beginning: {why}",
-        hint="Wait until the pipeline has landed the tables, and repeat the call; `millstream status` shows its lag.",
-    )
+def behind(
+    why: str,
+    hint: str = "Wait until the pipeline has landed the tables, and repeat the call; `millstream status` shows its lag.",
+) -> LakeBehind:
+    """Return the error for a backfill that can't begin."""
+    return LakeBehind(f"neither the log nor the lake has the tables from their beginning: {why}", hint=hint)
 
 
 def write_rows(
@@ -163,7 +171,7 @@ def write_rows(
 
     Raises:
         Stopped: `should_stop` returned true.
-        LakeBehind: as `base_of`.
+        PositionError, LakeBehind: as `base_of`.
         MillstreamError: the log, the lake or the disk can't be read or written.
     """
     part = path.with_suffix(".part")

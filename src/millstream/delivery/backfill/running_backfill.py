@@ -80,6 +80,8 @@ class Ended:
     """Whether it ended before its rows were settled."""
     key: str | None = None
     """As `StoredBackfill.key`."""
+    failure: str | None = None
+    """The reason why it ended without its rows, if they can't be had any longer."""
 
 
 def file_of(folder: Path, number: int) -> Path:

@@ -38,6 +38,7 @@ from millstream.lake.known_tables import (
     empty_views,
     is_meant,
     other_name,
+    tables_there,
     unknown_table,
     where_they_land,
 )
@@ -206,8 +207,16 @@ class LakeSession(Closing):
 
     def schema_of(self, table_id: TableId) -> TableSchema:
         """Return the schema that a table's rows have in this session. The lake has records of it."""
-        folder = next(folder for folder, table in self._tables.items() if table.table_id == table_id)
+        folder = self._folder_of(table_id)
         return self._era(folder, self._history(folder)).schema
+
+    def check_rows(self, table_id: TableId) -> None:
+        """Check that a table's rows can be shown, without making them; raises `PositionError` (`beyond_retention`)."""
+        folder = self._folder_of(table_id)
+        history = self._history(folder)
+        era = self._era(folder, history)
+        if has_current(era.schema):
+            self._begin(folder, history, era)
 
     @property
     def missing(self) -> Mapping[str, str]:
@@ -389,18 +398,10 @@ class LakeSession(Closing):
         hint = other_name(view, bare, self.tables, self._capture_knows())
         if bare == MESSAGES and MESSAGES in self._tables:
             hint = f"Logical messages are in {HISTORY}.{MESSAGES}."
-        return InvalidQuery(f"there is no table {table} in the lake", hint=hint or self._hint())
-
-    def _hint(self) -> str:
-        if self._failures:
-            return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self.missing.items())
-        tables = self.tables
-        if not tables and self.landed_by is not None:
-            return where_they_land(self.landed_by)
-        if not tables:
-            return "No table has landed in the lake yet: `millstream run` lands them, and `millstream status` shows what goes on."
-        listed = ", ".join(tables[:20]) + (" …" if len(tables) > 20 else "")
-        return f"Tables: {listed}. Others appear once the pipeline has landed them."
+        return InvalidQuery(
+            f"there is no table {table} in the lake",
+            hint=hint or tables_there(self.tables, self.missing, self.landed_by),
+        )
 
     def _prepare(self, sql: str | None) -> None:
         """Make the views that a query may name, once each; all of them for None."""
@@ -498,6 +499,9 @@ class LakeSession(Closing):
             else stands_in(parse_qualified_name(self._tables[folder].name)[1], text)
         )
 
+    def _folder_of(self, table_id: TableId) -> str:
+        return next(folder for folder, table in self._tables.items() if table.table_id == table_id)
+
     def _history(self, folder: str) -> OpenTable:
         table = self._tables[folder]
         if folder in self._elsewhere:
@@ -565,16 +569,20 @@ class LakeSession(Closing):
         if not has_current(schema):
             raise without_rows(schema, self._layout.stream_name)
         columns = current_columns(self._layout, schema, history)
-        base = self._base(folder, schema)
-        after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
-        check_beginning(
-            self._layout, schema, history, after, self._n, known=None if self._past else self._capture_knows
-        )
+        base, after = self._begin(folder, history, era)
         run = RecordRange(self._engine, self._layout, history, schema, after, self._n)
         sql = table_sql(
             self._engine, run, base, history, schema, columns, upto=self._n, partitions=self._shows_partitions
         )
         self._engine.view(schema.namespace, schema.name, sql)
+
+    def _begin(self, folder: str, history: OpenTable, era: Era) -> tuple[OpenTable | None, Seq]:
+        """Return `current` as `_base`, and the position from which history is read; raises as `check_beginning`."""
+        base = self._base(folder, era.schema)
+        after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
+        known = None if self._past else self._capture_knows
+        check_beginning(self._layout, era.schema, history, after, self._n, known=known)
+        return base, after
 
     def _base(self, folder: str, schema: TableSchema) -> OpenTable | None:
         """Return `current` at or below the token; None if everything must come from history."""
