@@ -24,6 +24,7 @@ from tests.lake.landing import append_history
 from millstream.errors import InvalidQuery, LakeTableForeign, LakeUnavailable, PositionError, TokenFromFuture
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current_table import fold_table
+from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.query.query_session import LakeSession
@@ -500,6 +501,21 @@ def test_a_past_answer_survives_the_maintenance_that_deletes_its_files(
         with pytest.raises(LakeUnavailable):
             session.query(ids)
     assert at(layout, ids, 3) == [{"id": 1}, {"id": 2}]
+
+
+def test_an_older_session_reads_a_table_for_the_first_time_after_its_history_was_dropped(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    land_at(layout, 2, 0, (orders, records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))), fold=True)
+    land_at(layout, 4, 1, (orders, records(orders, ("d", 3, {"id": 1}), ("c", 4, {"id": 4}))))
+    with LakeSession(layout) as session, LakeSession(layout) as late:
+        land_at(layout, 6, 2, (orders, records(orders, ("c", 6, {"id": 6}))), fold=True)
+        assert drop_history(layout, orders, HistoryBound(Seq(6)))
+        assert sorted(session.query("SELECT id FROM public.orders").column(0).to_pylist()) == [2, 4]
+        maintain_table(layout, "current", orders, now_ms=4 * 10**12)
+        maintain_table(layout, "history", orders, now_ms=4 * 10**12)
+        with pytest.raises(PositionError, check=coded("beyond_retention")):
+            late.query("FROM public.orders")
 
 
 def test_a_table_that_is_held_back_is_named_with_its_reason_and_where_it_stands(

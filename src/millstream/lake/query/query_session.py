@@ -55,11 +55,11 @@ from millstream.lake.query.sql_keywords import CATALOG_WORDS, LIST, LISTED, stan
 from millstream.lake.query.time_travel import (
     LogTail,
     add_since_the_cut,
-    check_beginning,
     known_later,
     open_history,
     open_whole,
     standing_at,
+    whole_history,
 )
 from millstream.lake.query.version_rows import versions_sql
 from millstream.lake.schema_history import Era, era_at, era_of, newest_schema
@@ -568,21 +568,21 @@ class LakeSession(Closing):
         schema = era.schema
         if not has_current(schema):
             raise without_rows(schema, self._layout.stream_name)
+        history, base, after = self._begin(folder, history, era)
         columns = current_columns(self._layout, schema, history)
-        base, after = self._begin(folder, history, era)
         run = RecordRange(self._engine, self._layout, history, schema, after, self._n)
         sql = table_sql(
             self._engine, run, base, history, schema, columns, upto=self._n, partitions=self._shows_partitions
         )
         self._engine.view(schema.namespace, schema.name, sql)
 
-    def _begin(self, folder: str, history: OpenTable, era: Era) -> tuple[OpenTable | None, Seq]:
-        """Return `current` as `_base`, and the position from which history is read; raises as `check_beginning`."""
+    def _begin(self, folder: str, history: OpenTable, era: Era) -> tuple[OpenTable, OpenTable | None, Seq]:
+        """Return the history to read, `current` as `_base`, and where that ends; raises as `whole_history`."""
         base = self._base(folder, era.schema)
         after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
         known = None if self._past else self._capture_knows
-        check_beginning(self._layout, era.schema, history, after, self._n, known=known)
-        return base, after
+        history = whole_history(self._layout, self._standing, folder, era.schema, history, after, known=known)
+        return history, base, after
 
     def _base(self, folder: str, schema: TableSchema) -> OpenTable | None:
         """Return `current` at or below the token; None if everything must come from history."""

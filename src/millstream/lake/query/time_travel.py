@@ -248,7 +248,56 @@ def open_whole(layout: LakeLayout, path: str, app: str, version: int, n: Seq) ->
         return None
 
 
-def check_beginning(
+def whole_history(
+    layout: LakeLayout,
+    standing: Standing,
+    folder: str,
+    schema: TableSchema,
+    history: OpenTable,
+    after: Seq,
+    *,
+    known: Callable[[], Iterable[KnownTable]] | None,
+) -> OpenTable:
+    """Return a history with a table's records between a position from which it is read and a session's.
+
+    It is the given one, or that of the session's cut if records have been dropped since the session began. A session
+    at an earlier position has only the given one: retention is to hold at once.
+
+    Args:
+        folder: the table's, in the session.
+        history: its history, as it is now.
+        after: the position from which it is read.
+        known: returns the source's tables, as of `LakeSession`; None if the session stands at an earlier position.
+
+    Raises:
+        PositionError (`beyond_retention`): both lack some.
+        LakeBehind: the table is being rebuilt from its source.
+    """
+    try:
+        _check_beginning(layout, schema, history, after, standing.n, known=known)
+    except PositionError:
+        earlier = None if known is None else _history_of_cut(layout, standing, folder, schema.table_id, history)
+        if earlier is None:
+            raise
+        _check_beginning(layout, schema, earlier, after, standing.n, known=known)
+        return earlier
+    return history
+
+
+def _history_of_cut(
+    layout: LakeLayout, standing: Standing, folder: str, table_id: TableId, history: OpenTable
+) -> OpenTable | None:
+    """Return a table's history as the cut of a session at the end names it; None if it is gone, or lacks records."""
+    if standing.cut is None or history.path != f"{layout.root}/history/{folder}":
+        return None
+    table = standing.cut.tables.get(folder)
+    # The log's records behind the cut may have landed since.
+    if table is None or table.table_id != table_id or any(part.schema.table_id == table_id for part in standing.tail):
+        return None
+    return open_whole(layout, history.path, history.app, table.history, standing.n)
+
+
+def _check_beginning(
     layout: LakeLayout,
     schema: TableSchema,
     history: OpenTable,
@@ -257,17 +306,7 @@ def check_beginning(
     *,
     known: Callable[[], Iterable[KnownTable]] | None,
 ) -> None:
-    """Check that a table's history has the records between a position from which it is read and a session's.
-
-    Args:
-        after: the position from which it is read.
-        n: the session's position.
-        known: returns the source's tables, as of `LakeSession`; None if the session stands at an earlier position.
-
-    Raises:
-        PositionError (`beyond_retention`): it lacks some.
-        LakeBehind: the table is being rebuilt from its source.
-    """
+    """Raise as `whole_history` if a history lacks records in `(after, n]`."""
     gone = history_from(history)
     if after >= gone or after >= n:
         return
