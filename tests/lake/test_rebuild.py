@@ -23,12 +23,14 @@ from tests.lake.test_scd2 import at
 from tests.lake.test_versions import seconds
 
 from millstream.errors import LakeError, LakeTableForeign
+from millstream.lake import rebuild
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current_table import FoldSizes, fold_table
 from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.rebuild import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history
+from millstream.lake.table_format import OpenTable
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -228,6 +230,23 @@ def test_a_history_that_was_set_back_is_an_error_with_the_way_out(
         check_history(landed, orders)
     assert restart_history(landed, orders, Seq(10)) is not None
     assert append_history(landed, orders, [batch], Seq(11)).rows == 1
+    assert damage_of(landed, "history", orders) is None
+
+
+def test_a_history_that_grows_during_the_look_is_whole(
+    landed: LakeLayout, orders: TableSchema, records: Records, monkeypatch: pytest.MonkeyPatch
+):
+    """The last cut may name a version that comes after the one looked at."""
+    opening = rebuild.open_table
+    batches = iter([records(orders, ("c", 11, {"id": 11, **at(7)}))])
+
+    def open_before_the_next_batch(layout: LakeLayout, path: str, app: str) -> OpenTable | None:
+        opened = opening(layout, path, app)
+        for batch in batches:
+            land(landed, orders, batch, 11)
+        return opened
+
+    monkeypatch.setattr(rebuild, "open_table", open_before_the_next_batch)
     assert damage_of(landed, "history", orders) is None
 
 

@@ -60,8 +60,9 @@ def certain_damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> st
     """
     path, app = layout.table_path(view, schema), layout.app_id(view, schema.table_id)
     try:
+        places = places_of(last_cut(layout))  # before the table, which a batch may take further at any moment
         opened = open_table(layout, path, app)
-        lost = lost_records(layout, schema, opened, places_of(last_cut(layout))) if view == "history" else None
+        lost = lost_records(layout, schema, opened, places) if view == "history" else None
         if opened is None or lost is not None:
             return lost or ("it isn't there" if view == "history" else None)
         listed = opened.files().select(["path", "size_bytes"]).to_pylist()
