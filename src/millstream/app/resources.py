@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 _PROCESSES: Path = Path("/proc")
+_TAKEN_ON = frozenset({"delivery", "alerts"})
+"""Roles that one of a home's processes takes on in addition to its own."""
 
 
 def resources_of(data: Path, processes: Mapping[str, int | None]) -> dict[str, Any]:
     """Return `memory_bytes` by process, and `disk_free_bytes` and `disk_size_bytes` of the disk of a home's data.
 
     A process's memory has that of its own children, such as Spark's; pages that they share count repeatedly. It is known on
-    Linux alone.
+    Linux alone. A process with several roles has the one that it was started for.
     """
-    own = {pid: role for role, pid in processes.items() if pid is not None}
+    own: dict[int, str] = {}
+    for role, pid in sorted(processes.items(), key=lambda process: process[0] in _TAKEN_ON):
+        if pid is not None:
+            own.setdefault(pid, role)
     memory = {role: size for pid, role in own.items() if (size := _memory_bytes(pid, own)) is not None}
     free = size = None
     with suppress(OSError):
