@@ -13,7 +13,7 @@ from deltalake import DeltaTable
 from bench.costs import CostWatch
 from bench.figures import Figure, asked, interleaved, measures, reported, say
 from bench.homes import STREAM, make_home, wait_for
-from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, uniform
+from bench.made_lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, uniform
 from bench.places import folder
 from bench.source import DATABASE, postgres
 from millstream.lake.commit_cuts import last_cut

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 
 from bench.figures import Figure, asked, compared, measures, say
-from bench.lakes import decimals
+from bench.made_lakes import decimals
 from bench.places import folder
 from bench.spark_sessions import session
 from bench.wal import ReservationsInMemory

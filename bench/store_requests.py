@@ -13,7 +13,7 @@ from uuid import uuid4
 from tests.servers.store_proxy import StoreProxy, StoreRequest
 
 from bench.figures import Figure, asked, measures, reported, say
-from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, records, uniform
+from bench.made_lakes import ACCOUNTS, ACCOUNTS_SHAPE, records, uniform
 from bench.places import folder
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.history import commit_records, write_records

@@ -150,7 +150,7 @@ def test_an_error_of_the_work_is_told_to_whoever_asked(home: LandedHome, monkeyp
     def full(*_: object, **__: object) -> None:
         raise LakeError("the disk is full", hint="Make room.")
 
-    monkeypatch.setattr("millstream.lake.rebuild.rebuild_view", full)
+    monkeypatch.setattr("millstream.lake.damaged_tables.rebuild_view", full)
     with pytest.raises(LakeError, match="the disk is full") as caught:
         rebuild_table(home.home, "public.items")
     assert caught.value.hint == "Make room."

@@ -17,13 +17,13 @@ from tests.lake.test_scd2 import at
 
 from millstream.errors import LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake.commit_cuts import commit_cut
+from millstream.lake.damaged_tables import check_history, damage_of, erase_view, set_aside
 from millstream.lake.data_files import table_in
 from millstream.lake.folded.current_table import fold_table
 from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import BESIDE, LakeLayout, View
-from millstream.lake.rebuild import check_history, damage_of, erase_view, set_aside
 from millstream.lake.table_format import open_table
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq

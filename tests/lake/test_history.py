@@ -31,8 +31,8 @@ from millstream.lake.history import commit_records, open_history, write_records
 from millstream.lake.history_scan import fold_step
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
+from millstream.lake.new_and_wider_columns import union_schema
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.schema_evolution import union_schema
 from millstream.lake.schema_history import Eras, era_at, newest_schema
 from millstream.lake.table_format import open_table
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId

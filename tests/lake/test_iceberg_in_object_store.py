@@ -18,6 +18,7 @@ from tests.servers.store_proxy import Fault, FaultRule, StoreProxy
 
 from millstream.errors import LakeError, LakeUnavailable, PositionError
 from millstream.lake.commit_cuts import commit_cut, last_cut
+from millstream.lake.damaged_tables import erase_view
 from millstream.lake.data_files import TableFiles, probe_storage, storage_of
 from millstream.lake.folded.current_table import fold_table
 from millstream.lake.iceberg.catalog import catalog_of
@@ -25,7 +26,6 @@ from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import MaintenanceRules, maintain_cuts, maintain_table
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.rebuild import erase_view
 from millstream.model.addresses import IN_CATALOG
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq

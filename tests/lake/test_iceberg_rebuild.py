@@ -23,15 +23,9 @@ from tests.lake.landing import append_history
 from tests.lake.test_scd2 import at
 
 from millstream.errors import LakeError, LakeTableForeign, LakeUnavailable
-from millstream.lake import rebuild as rebuilding
+from millstream.lake import damaged_tables
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current_table import fold_table
-from millstream.lake.folded.scd2_table import fold_into_versions
-from millstream.lake.iceberg.catalog import catalog_of
-from millstream.lake.iceberg.names import identifier_of
-from millstream.lake.layout import LakeLayout, View
-from millstream.lake.maintenance import MaintenanceRules, maintain_table
-from millstream.lake.rebuild import (
+from millstream.lake.damaged_tables import (
     check_history,
     damage_of,
     erase_view,
@@ -40,6 +34,12 @@ from millstream.lake.rebuild import (
     rebuild_view,
     restart_history,
 )
+from millstream.lake.folded.current_table import fold_table
+from millstream.lake.folded.scd2_table import fold_into_versions
+from millstream.lake.iceberg.catalog import catalog_of
+from millstream.lake.iceberg.names import identifier_of
+from millstream.lake.layout import LakeLayout, View
+from millstream.lake.maintenance import MaintenanceRules, maintain_table
 from millstream.lake.table_format import open_table
 from millstream.model.addresses import IN_CATALOG
 from millstream.model.ids import SchemaVersion, StreamId
@@ -214,7 +214,7 @@ def test_killed_anywhere_a_rebuild_can_be_repeated(
     hurt(landed, view, orders, "rows")
     (tmp_path / "asked").write_bytes(pickle.dumps((landed, view, orders)))
     program = (
-        "import pickle, sys; from millstream.lake.rebuild import prepare_rebuild, rebuild_view\n"
+        "import pickle, sys; from millstream.lake.damaged_tables import prepare_rebuild, rebuild_view\n"
         "asked = pickle.load(open(sys.argv[1], 'rb')); prepare_rebuild(*asked); rebuild_view(*asked, 6)\n"
     )
     environment = os.environ | {"MILLSTREAM_FAILPOINTS": point}
@@ -258,7 +258,7 @@ def test_a_table_that_only_cannot_be_read_now_keeps_its_rows(
             raise LakeUnavailable("the store doesn't answer", path=path)
         return open_table(layout, path, *_)
 
-    monkeypatch.setattr(rebuilding, "open_table", down)
+    monkeypatch.setattr(damaged_tables, "open_table", down)
     with pytest.raises(LakeUnavailable):
         prepare_rebuild(landed, view, orders)
     assert rows(landed, view, orders) == before

@@ -16,6 +16,7 @@ from tests.lake.landing import append_history
 
 from millstream.errors import LakeError
 from millstream.lake.commit_cuts import commit_cut, last_cut
+from millstream.lake.damaged_tables import check_history, rebuild_view, restart_history
 from millstream.lake.data_files import table_in
 from millstream.lake.folded.current_table import FoldSizes, fold_table
 from millstream.lake.folded.scd2_table import fold_into_versions
@@ -24,10 +25,9 @@ from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
+from millstream.lake.new_and_wider_columns import widened
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.rebuild import check_history, rebuild_view, restart_history
 from millstream.lake.replay import replay_range
-from millstream.lake.schema_evolution import widened
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

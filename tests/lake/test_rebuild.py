@@ -23,13 +23,13 @@ from tests.lake.test_scd2 import at
 from tests.lake.test_versions import seconds
 
 from millstream.errors import LakeError, LakeTableForeign
-from millstream.lake import rebuild
+from millstream.lake import damaged_tables
 from millstream.lake.commit_cuts import commit_cut
+from millstream.lake.damaged_tables import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history
 from millstream.lake.folded.current_table import FoldSizes, fold_table
 from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.maintenance import MaintenanceRules, maintain_table
-from millstream.lake.rebuild import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history
 from millstream.lake.table_format import OpenTable
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq
@@ -146,7 +146,7 @@ def test_killed_anywhere_the_old_table_or_the_new_one_is_there_and_nothing_is_le
 ):
     (tmp_path / "asked").write_bytes(pickle.dumps((landed, view, orders)))
     program = (
-        "import pickle, sys; from millstream.lake.rebuild import rebuild_view\n"
+        "import pickle, sys; from millstream.lake.damaged_tables import rebuild_view\n"
         "rebuild_view(*pickle.load(open(sys.argv[1], 'rb')), 10)\n"
     )
     environment = os.environ | {"MILLSTREAM_FAILPOINTS": point}
@@ -237,7 +237,7 @@ def test_a_history_that_grows_during_the_look_is_whole(
     landed: LakeLayout, orders: TableSchema, records: Records, monkeypatch: pytest.MonkeyPatch
 ):
     """The last cut may name a version that comes after the one looked at."""
-    opening = rebuild.open_table
+    opening = damaged_tables.open_table
     batches = iter([records(orders, ("c", 11, {"id": 11, **at(7)}))])
 
     def open_before_the_next_batch(layout: LakeLayout, path: str, app: str) -> OpenTable | None:
@@ -246,7 +246,7 @@ def test_a_history_that_grows_during_the_look_is_whole(
             land(landed, orders, batch, 11)
         return opened
 
-    monkeypatch.setattr(rebuild, "open_table", open_before_the_next_batch)
+    monkeypatch.setattr(damaged_tables, "open_table", open_before_the_next_batch)
     assert damage_of(landed, "history", orders) is None
 
 

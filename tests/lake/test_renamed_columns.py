@@ -34,8 +34,8 @@ from millstream.lake.history import open_history
 from millstream.lake.iceberg.catalog import catalog_of
 from millstream.lake.iceberg.names import identifier_of
 from millstream.lake.layout import LakeLayout, TableCommit
+from millstream.lake.new_and_wider_columns import widest
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import ERAS_MAX, Eras
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq

@@ -18,8 +18,8 @@ from tests.lake.landing import append_history
 
 from millstream.errors import LakeError, PositionError, TokenFromFuture, UnknownTable, UsageError
 from millstream.lake.commit_cuts import Cut, commit_cut, last_cut
+from millstream.lake.damaged_tables import restart_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.rebuild import restart_history
 from millstream.lake.replay import replay_path, replay_range
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema

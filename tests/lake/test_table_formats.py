@@ -37,8 +37,8 @@ from millstream.lake.iceberg.files import address_of
 from millstream.lake.iceberg.names import identifier_of, table_name
 from millstream.lake.layout import LakeLayout, TableCommit, folder_name
 from millstream.lake.maintenance import MaintenanceRules, maintain_cuts, maintain_table
+from millstream.lake.new_and_wider_columns import widened
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.schema_evolution import widened
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import Commit, OpenTable, open_table
 from millstream.model.addresses import IN_CATALOG

@@ -11,7 +11,7 @@ import pytest
 from millstream.errors import EngineError, LakeUnavailable, MillstreamError, Retry, codes_of
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
-from millstream.spark.batches import BatchLander, Landed
+from millstream.spark.batch_landing import BatchLander, Landed
 from millstream.spark.executor_tasks import TableError
 from millstream.spark.unreachable_lake import patiently
 

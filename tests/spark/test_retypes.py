@@ -22,12 +22,12 @@ from tests.spark.test_other_readers import DELTA, JARS
 
 from millstream.errors import LakeError
 from millstream.lake.commit_cuts import commit_cut
+from millstream.lake.damaged_tables import make_way
 from millstream.lake.folded.current_table import fold_table
 from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.layout import LakeLayout, View
+from millstream.lake.new_and_wider_columns import widest
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.rebuild import make_way
-from millstream.lake.schema_evolution import widest
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

@@ -29,7 +29,7 @@ from millstream.home.retention import sweep
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Seq
-from millstream.spark.batches import BatchLander, Landed
+from millstream.spark.batch_landing import BatchLander, Landed
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.driver import take_up
 from millstream.spark.executor_access import ExecutorLog

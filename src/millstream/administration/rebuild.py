@@ -110,7 +110,7 @@ def rebuild_table(
                 f"{table} is being copied: its views are built from the copy when that is whole",
                 hint="`millstream tables` shows how far it is.",
             )
-        from millstream.lake.rebuild import check_history
+        from millstream.lake.damaged_tables import check_history
 
         check_history(target.layout, target.schema)
         target.rebuilds.ask(target.row.id, wanted)
@@ -314,7 +314,7 @@ def _merged(
 
 def _from_source(target: _Target, table: str, views: Sequence[str], say: Callable[[str], None]) -> list[RebuiltView]:
     """Request the copy first: from then on nothing folds the table. Then move the damaged tables aside."""
-    from millstream.lake.rebuild import damage_of
+    from millstream.lake.damaged_tables import damage_of
 
     copy_table(target.catalog, target.layout.stream_id, table)
     damaged = {
@@ -400,7 +400,7 @@ def failed_view(error: MillstreamError) -> dict[str, Any]:
 def _perform(target: _Target, request: RebuildRequest, say: Callable[[str], None]) -> None:
     """Carry out a request; the caller holds the pipeline's role."""
     from millstream.lake.commit_cuts import commit_cut, last_cut
-    from millstream.lake.rebuild import erase_view, make_way, prepare_rebuild, rebuild_view
+    from millstream.lake.damaged_tables import erase_view, make_way, prepare_rebuild, rebuild_view
 
     cut = last_cut(target.layout) or target.cut
     held = quarantine_of(target.catalog, target.layout.stream_id).all().get(target.row.id)

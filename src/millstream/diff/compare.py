@@ -33,8 +33,8 @@ from millstream.diff.source_side import PublishedTable, Sums, TableSide, pick_ha
 from millstream.errors import LakeBehind, LakeError, LakeFilesGone, LakeTableForeign, LogError, MillstreamError
 from millstream.home.config_mapping import capture_config, lake_layout
 from millstream.home.home import Home
+from millstream.lake.damaged_tables import certain_damage_of
 from millstream.lake.query.query_session import LakeSession
-from millstream.lake.rebuild import certain_damage_of
 from millstream.model.column_rules import Rule
 from millstream.model.names import TablePatterns, parse_qualified_name, qualified_name
 from millstream.model.positions import Lsn, Seq, format_lsn

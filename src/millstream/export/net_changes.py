@@ -23,8 +23,8 @@ from millstream.lake.folded.accumulating import accumulated
 from millstream.lake.folded.current_fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
+from millstream.lake.new_and_wider_columns import union_schema, widest
 from millstream.lake.row_identity import Keys, key_codes
-from millstream.lake.schema_evolution import union_schema, widest
 from millstream.model.column_renames import filled_in, names_in, under_names
 from millstream.model.records import PARTITION_OID, RECORD_PREFIX, TEXT_BY_COLUMN, Op
 from millstream.model.schema import TableSchema

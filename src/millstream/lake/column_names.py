@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from millstream.lake.column_conversion import lake_columns
 from millstream.lake.filled_columns import renamed_rows
-from millstream.lake.schema_evolution import widest
+from millstream.lake.new_and_wider_columns import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import OpenTable
 from millstream.model.column_renames import Filled, FilledNames, Names, filled_by_number

@@ -34,9 +34,9 @@ from millstream.lake.history_folder import (
 )
 from millstream.lake.history_scan import read_history
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
+from millstream.lake.new_and_wider_columns import union_schema, widened
 from millstream.lake.retyped_columns import with_names_freed
 from millstream.lake.reused_column_names import ColumnPlaces, columns_in_history
-from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, owned_since, schema_property
 from millstream.lake.table_format import Commit, NewTable, OpenTable, Tail, create_table, format_of, open_table
 from millstream.lake.table_renames import Places, bring_records, columns_of, places_of, records_elsewhere

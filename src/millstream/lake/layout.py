@@ -1,4 +1,4 @@
-"""Paths of a stream's lake tables, and the application ids under which they are committed.
+"""Where a stream's lake is and how it is reached: paths of its tables, options of its store, its catalog, application ids.
 
 No two tables share a folder, on any file system. Letters, digits, `_` and `-` of a name are kept, and each
 other byte is escaped. Some file systems ignore case. So if a name differs only by case from that of a table
@@ -18,9 +18,9 @@ from typing import Final, Literal, get_args
 from millstream.errors import LakeError, LakeUnavailable
 from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId, TableId
+from millstream.model.option_flags import is_on
 from millstream.model.positions import Seq
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
-from millstream.model.store_options import is_on
 
 View = Literal["current", "history", "scd2", "merged"]
 VIEWS: Final = frozenset(get_args(View))

@@ -19,7 +19,7 @@ from typing import Final
 import pyarrow as pa
 
 from millstream.lake.column_conversion import lake_columns
-from millstream.lake.schema_evolution import holds, widest
+from millstream.lake.new_and_wider_columns import holds, widest
 from millstream.lake.schema_history import Eras
 from millstream.model.ids import TableId
 from millstream.model.schema import Column, TableSchema

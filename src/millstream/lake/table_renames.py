@@ -30,8 +30,8 @@ from millstream.lake.history_folder import (
     reopened,
 )
 from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
+from millstream.lake.new_and_wider_columns import widened
 from millstream.lake.reused_column_names import columns_in_history
-from millstream.lake.schema_evolution import widened
 from millstream.lake.schema_history import Eras, has_eras
 from millstream.lake.table_format import Commit, OpenTable, format_of, open_table
 from millstream.model.ids import TableId

@@ -80,8 +80,8 @@ def rebuild_landed(home: Home, stream: str, layout: LakeLayout, name: str) -> tu
         LakeConflict: other folds were faster at every try.
         MillstreamError: as `RegionTable.merged_state`, or the lake can't be written.
     """
+    from millstream.lake.damaged_tables import set_aside
     from millstream.lake.folded.merged import MERGED, REGIONS, MergedFold
-    from millstream.lake.rebuild import set_aside
 
     aside: str | None = None
     for left in reversed(range(_TRIES_MAX)):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from millstream import failpoints
 from millstream.errors import MillstreamError, Retry
 from millstream.lake.commit_cuts import Cut
+from millstream.lake.damaged_tables import prepare_rebuild
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current_table import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
 from millstream.lake.folded.scd2_table import fold_into_versions, rebuild_versions
@@ -26,7 +27,6 @@ from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.maintenance import MaintenanceResult, MaintenanceRules, delete_unneeded, maintain_table
 from millstream.lake.postgres.land import LandedTable, Loaded, land
 from millstream.lake.postgres.target import PostgresTarget
-from millstream.lake.rebuild import prepare_rebuild
 from millstream.lake.table_renames import PackedPlaces
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq

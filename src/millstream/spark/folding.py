@@ -23,10 +23,10 @@ from millstream.catalog import Catalog
 from millstream.catalog.pipeline_tables import QuarantineFacts
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import EngineError, MillstreamError, may_pass
+from millstream.lake.damaged_tables import erase_view, make_way
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current_table import FoldPlan
 from millstream.lake.layout import View
-from millstream.lake.rebuild import erase_view, make_way
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -1,6 +1,6 @@
 """A step is repeated while the lake can't be reached: with growing pauses, for a bounded time.
 
-A batch uses the same pauses for a table that fails for a while (`spark.batches`).
+A batch uses the same pauses for a table that fails for a while (`spark.batch_landing`).
 
 Requests to an object store are retried for a few seconds only (`LakeLayout.patience_s`): delta-rs holds the interpreter's
 lock during some of them, and the process couldn't report or end.

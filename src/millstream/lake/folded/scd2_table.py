@@ -52,8 +52,8 @@ from millstream.lake.history import open_history
 from millstream.lake.history_folder import history_begun, history_from, lacks_beginning
 from millstream.lake.history_scan import emptied, fold_step
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
+from millstream.lake.new_and_wider_columns import widest
 from millstream.lake.row_identity import Keys, having, key_codes
-from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.table_format import Commit, NewTable, OpenTable, create_table, format_of, open_table
 from millstream.model.column_renames import FilledNames, name_in_rows, under_names

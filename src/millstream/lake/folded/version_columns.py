@@ -22,8 +22,8 @@ from millstream.lake.column_names import numbered, schema_at, with_fills
 from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, version_inputs
 from millstream.lake.history_scan import read_history, scan_named
 from millstream.lake.layout import LakeLayout
+from millstream.lake.new_and_wider_columns import widest
 from millstream.lake.reused_column_names import LIVES
-from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.store_errors import lake_errors
 from millstream.lake.table_format import OpenTable, format_of

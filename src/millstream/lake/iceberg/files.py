@@ -46,7 +46,7 @@ from millstream.lake.iceberg.names import namespace_of
 from millstream.lake.layout import LakeLayout
 from millstream.lake.store_errors import no_keys
 from millstream.model.addresses import IN_CATALOG
-from millstream.model.store_options import is_on
+from millstream.model.option_flags import is_on
 
 if TYPE_CHECKING:
     from pyiceberg.typedef import Properties

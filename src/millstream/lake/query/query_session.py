@@ -47,11 +47,11 @@ from millstream.lake.query.duckdb_connection import Engine, path_of
 from millstream.lake.query.log_tail import TailTables
 from millstream.lake.query.merged_sql import MergedTables, MergedViews
 from millstream.lake.query.namesakes import Namesakes, names_written
-from millstream.lake.query.overlay import SEQ
+from millstream.lake.query.overlaid_rows import RecordRange, left_sql, table_sql
 from millstream.lake.query.query_limits import QueryBounds
 from millstream.lake.query.renamed_records import records_sql
-from millstream.lake.query.rows import RecordRange, left_sql, table_sql
 from millstream.lake.query.sql_keywords import CATALOG_WORDS, LIST, LISTED, stands_in, words_to_quote
+from millstream.lake.query.tail_effect import SEQ
 from millstream.lake.query.time_travel import (
     LogTail,
     add_since_the_cut,

@@ -10,8 +10,8 @@ from millstream.lake.column_conversion import EXACT
 from millstream.lake.column_names import Renames, renames_in
 from millstream.lake.filled_columns import filled_rows
 from millstream.lake.history_scan import records_of
+from millstream.lake.new_and_wider_columns import widest
 from millstream.lake.query.duckdb_connection import Engine
-from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import Eras
 from millstream.lake.table_format import OpenTable
 from millstream.model.column_renames import FilledNames, Names

@@ -25,7 +25,7 @@ from millstream.lake.history_folder import history_begun, history_from
 from millstream.lake.known_tables import KnownTable, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_of
 from millstream.lake.operation_ends import upto_moment, whole_upto
-from millstream.lake.query.overlay import SEQ
+from millstream.lake.query.tail_effect import SEQ
 from millstream.lake.schema_history import era_at, era_of
 from millstream.lake.table_format import OpenTable, open_table
 from millstream.model.ids import TableId

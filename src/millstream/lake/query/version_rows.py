@@ -11,8 +11,8 @@ from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUM
 from millstream.lake.folded.scd2_table import unfolded_versions
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names
+from millstream.lake.query.overlaid_rows import filled, gone_table, same_key
 from millstream.lake.query.renamed_records import rows_sql
-from millstream.lake.query.rows import filled, gone_table, same_key
 from millstream.lake.row_identity import Keys
 from millstream.lake.table_format import OpenTable
 from millstream.model.column_renames import FilledNames

@@ -21,7 +21,7 @@ from millstream.codec.checksums import Bytes
 from millstream.errors import MillstreamError, StoreUnavailable, UsageError
 from millstream.errors.missing_extras import missing_extra
 from millstream.model.addresses import mask_address
-from millstream.model.store_options import is_on
+from millstream.model.option_flags import is_on
 from millstream.private_files import UNFINISHED, replacing, sync_folder
 
 _CHUNK_BYTES: Final = 8 << 20

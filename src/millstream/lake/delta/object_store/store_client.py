@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from millstream.lake.layout import LakeLayout
 from millstream.model.addresses import mask_address
-from millstream.model.store_options import is_on
+from millstream.model.option_flags import is_on
 
 _NAMES: Final = {
     "AWS_ACCESS_KEY_ID": "access_key_id",

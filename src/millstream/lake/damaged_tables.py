@@ -1,10 +1,12 @@
-"""Rebuilding: a folded table from its history, whatever its state; a history restarted before a copy from the source.
+"""Lake tables that are damaged: how they are found and moved aside, and how they are built again.
+
+A folded table is rebuilt from its history, whatever its state; a history is restarted before a copy from the source.
 
 A table's data can also be erased before such a copy (`erase_view`), under all the names that the table has had.
 
 A folder that another program wrote into, or whose log can't be read, is never deleted: it is moved aside
 (`<folder>.set-aside-<n>`), and the table is built in its place. A table that is known to a catalog is emptied in place
-instead. Readers see an intact table until one commit replaces it: that of a fold (`folded.current`, `folded.scd2`), which a
+instead. Readers see an intact table until one commit replaces it: that of a fold (`folded.current_table`, `folded.scd2_table`), which a
 running pipeline makes itself.
 """
 

@@ -1,4 +1,6 @@
-"""Schema evolution of lake tables: which type holds both versions of a column, and history with new or wider columns.
+"""History with new or wider columns, and which type holds both versions of a column.
+
+Other changes of a schema: `column_names` has renamed columns, `table_renames` renamed tables.
 
 Two versions' types have a union only if the wider type holds every value of the narrower; other pairs are a conflict
 for that table alone.

@@ -18,7 +18,7 @@ from deltalake import DeltaTable
 from deltalake.transaction import AddAction, RemoveAction
 
 from bench.figures import Figure, asked, compared, measures, say
-from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, clustered, records, uniform
+from bench.made_lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, clustered, records, uniform
 from bench.places import folder
 from millstream.lake.delta.format import DeltaFormat
 from millstream.lake.history_scan import read_history

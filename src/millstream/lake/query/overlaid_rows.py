@@ -23,8 +23,8 @@ from millstream.lake.history_folder import history_from, lacks_beginning
 from millstream.lake.history_scan import scan_live
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names, unavailable
-from millstream.lake.query.overlay import SEQ, overlay
 from millstream.lake.query.renamed_records import rows_sql
+from millstream.lake.query.tail_effect import SEQ, overlay
 from millstream.lake.row_identity import Keys
 from millstream.lake.table_format import OpenTable
 from millstream.model.names import literal, quote
