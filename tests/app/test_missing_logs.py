@@ -21,7 +21,7 @@ from millstream.errors import CorruptWal, UnknownStream
 from millstream.home.home import Home
 from millstream.leadership.node_roles import Roles
 from millstream.model.replication import NodeName
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.node_promises import Role, RoleFact
 from millstream.serving.health import Health
 from millstream.testing.errors import coded
 

@@ -13,7 +13,7 @@ from tests.capture.capture_stage import MemoryLog, Stage, make_config
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import check_version
-from millstream.capture.source_checks import check_slot_of_log, check_source, doctor_sql, drop_slot, sql_comment
+from millstream.capture.source_table_checks import check_slot_of_log, check_source, doctor_sql, drop_slot, sql_comment
 from millstream.catalog import TableState
 from millstream.errors import MillstreamError, Retry, SourceError
 from millstream.model.column_rules import Rule, SourceRules

@@ -15,7 +15,7 @@ from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.column_rules.binding import ColumnRules
-from millstream.capture.source_checks import check_source
+from millstream.capture.source_table_checks import check_source
 from millstream.catalog import TableState
 from millstream.errors import ConfigError, MillstreamError, UnknownTable
 from millstream.model.column_rules import Rule, SourceRules

@@ -12,7 +12,7 @@ from tests.capture.capture_stage import Stage
 from tests.capture.test_copying import DOCS, workload
 from tests.capture.test_layouts import bag, marks, source_bag
 
-from millstream.capture.source_checks import check_source
+from millstream.capture.source_table_checks import check_source
 from millstream.catalog import TableState
 
 pytestmark = pytest.mark.since_postgres(18)

@@ -12,7 +12,7 @@ from psycopg.sql import SQL, Identifier
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture.source_checks import check_source
+from millstream.capture.source_table_checks import check_source
 from millstream.catalog import TableState
 from millstream.model.operations import OperationKind
 

@@ -15,7 +15,7 @@ from tests.capture.beside import until_done, wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.leaves.sent_by_leaves import MARK
-from millstream.capture.source_checks import check_source, doctor_sql, drop_slot
+from millstream.capture.source_table_checks import check_source, doctor_sql, drop_slot
 from millstream.capture.streamed_publications import publications_known
 from millstream.catalog import TableState
 from millstream.errors import SourceError

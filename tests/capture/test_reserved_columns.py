@@ -6,7 +6,7 @@ import pytest
 from tests.capture.capture_stage import Stage
 from tests.codec.pgoutput_messages import relation
 
-from millstream.capture.source_checks import check_source
+from millstream.capture.source_table_checks import check_source
 from millstream.codec.pgoutput import Relation, parse_message, table_schema
 from millstream.model.ids import SourceId
 from millstream.model.records import LOG_ROW_PREFIX, OPERATION_ORDINAL, RECORD_PREFIX, log_names

@@ -16,7 +16,7 @@ from tests.capture.test_timelines import Servers, make_servers
 from tests.servers.standby import wait_for_replay
 
 from millstream.capture.connection import connect_replication
-from millstream.capture.source_checks import check_source, doctor_sql, drop_slot
+from millstream.capture.source_table_checks import check_source, doctor_sql, drop_slot
 from millstream.catalog import TableState
 from millstream.errors import SourceError
 from millstream.testing.postgres import EmbeddedPostgres

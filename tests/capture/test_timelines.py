@@ -13,7 +13,7 @@ from tests.capture.beside import Beside, wait_until
 from tests.capture.capture_stage import MemoryLog, Stage, make_config
 from tests.servers.standby import archiving, back_up, make_standby, promote, recover_to, wait_for_replay
 
-from millstream.capture.source_checks import drop_slot
+from millstream.capture.source_table_checks import drop_slot
 from millstream.capture.timeline import parse_history, shared_upto
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX

@@ -20,7 +20,7 @@ from millstream.console.shared_status import Timing
 from millstream.home.home import Home
 from millstream.model.access import Rights
 from millstream.model.replication import NodeName
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.node_promises import Role, RoleFact
 from millstream.serving.access import Access
 from millstream.serving.application import Application
 

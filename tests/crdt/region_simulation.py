@@ -44,7 +44,7 @@ from millstream.errors import ReplicationError
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName
-from millstream.protocol.replication.promises_and_fencing import Lineage, Promise
+from millstream.protocol.replication.node_promises import Lineage, Promise
 from millstream.wal.truncation_check import still_says
 from millstream.wal.writing.hybrid_times import GroupTimes
 

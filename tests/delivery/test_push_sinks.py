@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from tests.delivery.receivers import Receiver, answer
 
 from millstream.config.masking import mask
-from millstream.delivery.command import CommandSettings
+from millstream.delivery.command_sink import CommandSettings
 from millstream.delivery.sinks import ACCEPTED, PushMessage, PushSink, Verdict, open_sink
 from millstream.errors import DeliveryError
 from millstream.testing.errors import coded

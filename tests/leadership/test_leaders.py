@@ -22,7 +22,7 @@ from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import NodeName
 from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.leader_map import Leadership
-from millstream.protocol.replication.promises_and_fencing import Promise, Role, RoleFact
+from millstream.protocol.replication.node_promises import Promise, Role, RoleFact
 
 A, B, C = NodeName("a"), NodeName("b"), NodeName("c")
 CONFIG = """

@@ -44,7 +44,7 @@ from millstream.nodes.promote import promote
 from millstream.nodes.restore import restore_stream
 from millstream.nodes.staleness import age_of_replica, note_age
 from millstream.private_files import replace_file
-from millstream.protocol.replication.promises_and_fencing import Promise, Role, RoleFact
+from millstream.protocol.replication.node_promises import Promise, Role, RoleFact
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.testing.errors import coded
 from millstream.workers import Worker

@@ -30,7 +30,7 @@ from tests.seeds import Violation
 
 import millstream
 from millstream.errors import Fenced, LogError, MillstreamError, ReadOnly, SessionGap
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.node_promises import Role, RoleFact
 from millstream.testing._servers.ports import free_port
 
 NAMES: Final = "abc"

@@ -16,7 +16,7 @@ from millstream.model.replication import Document, NodeName
 from millstream.nodes.fill_from_store import fill
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.object_stores import store_of
-from millstream.protocol.replication.promises_and_fencing import SESSIONS, Role, RoleFact
+from millstream.protocol.replication.node_promises import SESSIONS, Role, RoleFact
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader

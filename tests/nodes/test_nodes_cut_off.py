@@ -18,7 +18,7 @@ from millstream.errors import MillstreamError
 from millstream.home.home import Home
 from millstream.leadership.node_roles import Roles
 from millstream.nodes.replicas import list_replicas
-from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.protocol.replication.node_promises import Role
 
 pytestmark = pytest.mark.siege
 

@@ -21,7 +21,7 @@ from millstream.home.home import Home
 from millstream.leadership.node_roles import Roles
 from millstream.nodes.node_checks import examine_nodes
 from millstream.nodes.replicas import list_replicas
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.node_promises import Role, RoleFact
 from millstream.testing.pytest_plugin import Database
 
 pytestmark = pytest.mark.siege

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leader_map import LeaderMap, Leadership, leader_by, leaders_known
-from millstream.protocol.replication.promises_and_fencing import UNPROMISED, Lineage, Promise, Role, RoleFact
+from millstream.protocol.replication.node_promises import UNPROMISED, Lineage, Promise, Role, RoleFact
 
 A, B, C = NodeName("a"), NodeName("b"), NodeName("c")
 NODES = st.sampled_from([A, B, C])

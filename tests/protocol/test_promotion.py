@@ -13,7 +13,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import AckLevel, NodeName
 from millstream.protocol.replication import promotion_machine as promoting
 from millstream.protocol.replication.leader_events import PersistRole
-from millstream.protocol.replication.promises_and_fencing import UNPROMISED, Promise, Rank, Role, RoleFact
+from millstream.protocol.replication.node_promises import UNPROMISED, Promise, Rank, Role, RoleFact
 from millstream.protocol.replication.promotion_machine import NodeReport, Promotion
 from millstream.testing.errors import code_of
 

@@ -49,7 +49,7 @@ from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.follower_machine import Follower, OwnHolding
 from millstream.protocol.replication.leader_events import LinkId, ShipOptions
 from millstream.protocol.replication.leader_machine import Leader
-from millstream.protocol.replication.promises_and_fencing import (
+from millstream.protocol.replication.node_promises import (
     LINEAGE,
     UNPROMISED,
     Greeting,

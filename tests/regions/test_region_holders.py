@@ -21,7 +21,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import OBJECT_STORE, Document, follower_holder
 from millstream.nodes.follower_log_retention import CopyRetention
 from millstream.nodes.follower_state import FollowerState
-from millstream.protocol.replication.promises_and_fencing import SESSIONS
+from millstream.protocol.replication.node_promises import SESSIONS
 from millstream.protocol.retention import HolderKind
 from millstream.testing.errors import coded
 from millstream.wal.files import RealFiles

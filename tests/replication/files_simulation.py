@@ -33,7 +33,7 @@ from millstream.protocol.replication import promotion_machine as promoting
 from millstream.protocol.replication.follower_machine import Follower, OwnHolding
 from millstream.protocol.replication.leader_events import LinkId, ShipOptions
 from millstream.protocol.replication.leader_machine import Leader
-from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, Promise, Role, RoleFact
+from millstream.protocol.replication.node_promises import LINEAGE, Greeting, Promise, Role, RoleFact
 from millstream.protocol.replication.promotion_machine import NodeReport, Promotion
 from millstream.testing.files import Crash
 from millstream.wal.reader import StreamReader

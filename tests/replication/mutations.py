@@ -23,7 +23,7 @@ from millstream.protocol.replication.ack_levels import Holding, Holdings
 from millstream.protocol.replication.follower_machine import Follower
 from millstream.protocol.replication.leader_machine import FollowerProgress as Followed
 from millstream.protocol.replication.leader_machine import Leader
-from millstream.protocol.replication.promises_and_fencing import NOBODY, Promise, Rank, RoleFact
+from millstream.protocol.replication.node_promises import NOBODY, Promise, Rank, RoleFact
 from millstream.protocol.replication.promotion_machine import Promotion
 
 SEEDS_MAX = 3000

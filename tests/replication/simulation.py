@@ -54,7 +54,7 @@ from millstream.protocol.replication import promotion_machine as promoting
 from millstream.protocol.replication.follower_machine import Follower
 from millstream.protocol.replication.leader_events import LinkId, ShipOptions
 from millstream.protocol.replication.leader_machine import Leader
-from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, Promise, Role, RoleFact
+from millstream.protocol.replication.node_promises import LINEAGE, Greeting, Promise, Role, RoleFact
 from millstream.protocol.replication.promotion_machine import NodeReport, Promotion
 
 STREAM = StreamId(UUID(int=7))

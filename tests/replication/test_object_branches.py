@@ -24,7 +24,7 @@ from millstream.model.replication import Document, Hello, NodeName, Shipment
 from millstream.nodes.object_stores import FetchedStream, fetch, lineage_document, stored_lineage
 from millstream.nodes.restore import restore_stream
 from millstream.protocol.replication.leader_events import Heard, StoredUpto
-from millstream.protocol.replication.promises_and_fencing import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
+from millstream.protocol.replication.node_promises import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.object_store.reader import StoreReader
 from millstream.replication.object_store.store_client import Objects

@@ -25,7 +25,7 @@ from millstream.model.ids import StreamId
 from millstream.model.marks import DroppedMark
 from millstream.model.positions import Offset, Seq
 from millstream.nodes.restore import restore_stream
-from millstream.protocol.replication.promises_and_fencing import RoleFact
+from millstream.protocol.replication.node_promises import RoleFact
 from millstream.replication.object_store.scrub import Scrubbed
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.testing.errors import coded

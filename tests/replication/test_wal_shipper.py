@@ -24,7 +24,7 @@ from millstream.model.replication import Acknowledgement, ByteEnd, Document, Hel
 from millstream.ports import LeaderLink
 from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.leader_events import Heard
-from millstream.protocol.replication.promises_and_fencing import Promise, Role, RoleFact
+from millstream.protocol.replication.node_promises import Promise, Role, RoleFact
 from millstream.replication.flight.address import LeaderAddress
 from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.follower import WalFollower

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leader_map import LeaderMap, Leadership
-from millstream.protocol.replication.promises_and_fencing import Promise
+from millstream.protocol.replication.node_promises import Promise
 from millstream.routing.shard_map import ShardMap
 
 HASHES = np.random.default_rng(7).integers(0, 2**64, 200_000, dtype=np.uint64)

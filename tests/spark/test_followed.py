@@ -21,7 +21,7 @@ from millstream.home.home import Home as Folder
 from millstream.leadership.node_roles import Roles, replication_folder
 from millstream.model.replication import NodeName
 from millstream.nodes.staleness import note_age
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.node_promises import Role, RoleFact
 from millstream.testing.errors import coded
 
 

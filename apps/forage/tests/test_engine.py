@@ -12,7 +12,7 @@ import pytest
 from apps.forage.tests.memory_home import MemoryHome, SetClock, engine_on
 
 from millstream.errors import AppendOutcomeUnknown
-from millstream_forage import feed, ranking
+from millstream_forage import feed, order_within_arm
 from millstream_forage.clock import DAY_NS, MINUTE_NS
 from millstream_forage.corpus import default_corpus
 from millstream_forage.embedding import DIMENSIONS
@@ -75,7 +75,7 @@ def test_an_item_of_the_same_url_gets_the_first_ones_id(engine: ForageEngine):
 def test_a_feeder_that_has_seen_other_feeds_fills_them_as_a_new_one(
     engine: ForageEngine, monkeypatch: pytest.MonkeyPatch, bytes_max: int
 ):
-    monkeypatch.setattr(ranking, "VECTORS_BYTES_MAX", bytes_max)
+    monkeypatch.setattr(order_within_arm, "VECTORS_BYTES_MAX", bytes_max)
     first = default_corpus()[0]
     draws = np.random.default_rng(3)
     vectors = iter(draws.normal(size=(60, DIMENSIONS)))

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millstream_forage import columns
-from millstream_forage.state import State
+from millstream_forage.folded_state import State
 from millstream_forage.tables import HIDES, IMPRESSIONS, ITEMS, KINDS, SCHEMAS, SIGNALS
 
 ITEM_COUNT = 6

@@ -13,7 +13,7 @@ import millstream
 from millstream_forage.answers import as_json
 from millstream_forage.engine import ForageEngine
 from millstream_forage.errors import EngineFailed
-from millstream_forage.state import State
+from millstream_forage.folded_state import State
 from millstream_forage.tables import DIMENSIONS, STREAM
 from millstream_forage.usable_records import usable
 

@@ -1,6 +1,6 @@
 """`doctor`: every problem that would keep a home from running, each with its fix. It changes only caches.
 
-It writes an object of its own into object stores, reads it and deletes it. The checks are `capture.source_checks`
+It writes an object of its own into object stores, reads it and deletes it. The checks are `capture.source_table_checks`
 and `capture.server_checks` of the source and its server, `administration.lake_checks` of lakes, `nodes.node_checks` of other nodes.
 """
 
@@ -46,7 +46,7 @@ from millstream.model.addresses import mask_address
 from millstream.model.human_text import counted
 from millstream.nodes.node_checks import examine_nodes
 from millstream.private_files import is_open_to_others, make_folder
-from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.protocol.replication.node_promises import Role
 from millstream.wal.files import error_of_os
 from millstream.writers.allowed_writers import examine_writers
 from millstream.writers.stall_reasons import troubles
@@ -229,7 +229,7 @@ def repair_script(home: Home) -> tuple[str, list[Diagnosis]]:
 
     The script is empty if SQL can fix nothing.
     """
-    from millstream.capture.source_checks import doctor_sql, sql_comment
+    from millstream.capture.source_table_checks import doctor_sql, sql_comment
 
     scripts = []
     unasked = []
@@ -554,7 +554,7 @@ def _rules(home: Home, name: str, rules: SourceRules) -> Iterator[ColumnRules | 
 
 def _slot_of_log(home: Home, name: str, config: CaptureConfig) -> list[Finding]:
     """Return what of the slot would stop the next start; a start that did is another finding."""
-    from millstream.capture.source_checks import check_slot_of_log, reached_in_log
+    from millstream.capture.source_table_checks import check_slot_of_log, reached_in_log
     from millstream.wal.reader import StreamReader
 
     if not has_todays_catalog(home) or Roles(home).of(name).role is not Role.LEADS:
@@ -571,7 +571,7 @@ def _slot_of_log(home: Home, name: str, config: CaptureConfig) -> list[Finding]:
 
 
 def _source(home: Home, name: str) -> Iterator[Diagnosis]:
-    from millstream.capture.source_checks import check_source
+    from millstream.capture.source_table_checks import check_source
 
     check = f"source of {name}"
     config = capture_config(home, name, home.config.streams[name])

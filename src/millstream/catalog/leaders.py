@@ -13,7 +13,7 @@ from millstream.errors import CatalogError
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leader_map import LeaderMap, Leadership
-from millstream.protocol.replication.promises_and_fencing import Promise
+from millstream.protocol.replication.node_promises import Promise
 
 _KIND: Final = "leaders"
 

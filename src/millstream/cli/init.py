@@ -111,7 +111,7 @@ def _list_columns(home: Path, environ: dict[str, str]) -> None:
     from millstream.home.home import Home
 
     try:
-        from millstream.capture.source_checks import check_source
+        from millstream.capture.source_table_checks import check_source
 
         made = Home(home, environ=environ)
         streams = made.config.streams.items()

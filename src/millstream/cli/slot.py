@@ -56,7 +56,7 @@ def slot_drop(
     longer has the stream, or has another slot for it, the publications that Millstream made for the
     left slot are dropped too. The log keeps its records.
     """
-    from millstream.capture.source_checks import drop_slot
+    from millstream.capture.source_table_checks import drop_slot
     from millstream.home.config_mapping import capture_config
     from millstream.writers.stall_reasons import forget_given_up
 

@@ -456,7 +456,7 @@ def _refuse_copies(home: Home, name: str) -> None:
     """Refuse a copy: rebuilt parts would differ from the leader's bytes, and the leader has the lost records."""
     from millstream.errors import ReadOnly
     from millstream.leadership.node_roles import Roles
-    from millstream.protocol.replication.promises_and_fencing import Role
+    from millstream.protocol.replication.node_promises import Role
 
     fact = Roles(home).of(name)
     # A node that stands for leader itself has no node to fetch it from again.

@@ -79,10 +79,10 @@ def _settings(kind: str, settings: object, *, is_trusted: bool) -> Any:
 
         return KafkaSettings.parse(settings, is_trusted=is_trusted)
     if kind == "redis":
-        from millstream.delivery.redis_stream import RedisSettings
+        from millstream.delivery.redis_stream_sink import RedisSettings
 
         return RedisSettings.parse(settings, is_trusted=is_trusted)
-    from millstream.delivery.command import CommandSettings
+    from millstream.delivery.command_sink import CommandSettings
 
     return CommandSettings.parse(settings)
 

@@ -227,11 +227,11 @@ def _factory(kind: str) -> SinkFactory:
 
         return open_webhook
     if kind == "redis":
-        from millstream.delivery.redis_stream import open_redis
+        from millstream.delivery.redis_stream_sink import open_redis
 
         return open_redis
     if kind == "command":
-        from millstream.delivery.command import open_command
+        from millstream.delivery.command_sink import open_command
 
         return open_command
     others = entry_points(group=ENTRY_POINTS)

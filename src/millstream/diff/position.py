@@ -17,7 +17,7 @@ from psycopg import sql
 
 from millstream.capture.connection import connect, translated
 from millstream.capture.publication import inserts_name
-from millstream.capture.source_checks import reached_in_log
+from millstream.capture.source_table_checks import reached_in_log
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import LakeBehind, MillstreamError
 from millstream.home.home import Home

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from millstream.errors import CorruptWal, LogError, MillstreamError
 from millstream.model.positions import Seq
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.node_promises import Role, RoleFact
 from millstream.wal.files import RealFiles
 from millstream.wal.missing_log import find_missing, find_missing_shards
 

@@ -24,7 +24,7 @@ from millstream.errors import (
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName, check_node_name, region_node
-from millstream.protocol.replication.promises_and_fencing import Promise, Rank, RoleFact, claimant_of
+from millstream.protocol.replication.node_promises import Promise, Rank, RoleFact, claimant_of
 from millstream.replication.flight.address import LeaderAddress
 from millstream.replication.flight.wire import FLIGHT_FAILURES, error_of_flight
 from millstream.wal.files import RealFiles

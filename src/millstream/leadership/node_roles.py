@@ -1,7 +1,7 @@
 """This node's view of who leads a stream: durable facts, a file per stream, that every process of the home goes by.
 
 `data/replication/STREAM/role.json` holds a `RoleFact`, and is replaced by rename. A home without the file
-leads: it is alone. `protocol.replication.promises_and_fencing` defines what the facts mean.
+leads: it is alone. `protocol.replication.node_promises` defines what the facts mean.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import Fenced, ReadOnly, RoleUnreadable
 from millstream.private_files import make_folder, open_private, replace_file
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.node_promises import Role, RoleFact
 from millstream.workers import watching
 
 if TYPE_CHECKING:

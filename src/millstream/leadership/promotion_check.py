@@ -17,7 +17,7 @@ import structlog
 from millstream.errors import MillstreamError, ReplicationError
 from millstream.leadership.node_calls import state_of_peer
 from millstream.leadership.node_roles import Roles
-from millstream.protocol.replication.promises_and_fencing import Promise, Role
+from millstream.protocol.replication.node_promises import Promise, Role
 from millstream.workers import Pool, Worker
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from millstream.delivery.follower_consumers import adopt_consumers, packed
 from millstream.errors import CatalogError
 from millstream.model.replication import Document
 from millstream.nodes.catalog_document import later_version
-from millstream.protocol.replication.promises_and_fencing import CONSUMERS, CONSUMERS_KEY
+from millstream.protocol.replication.node_promises import CONSUMERS, CONSUMERS_KEY
 from millstream.wal.reader import StreamReader
 from millstream.writers.home_consumers import ConsumerHolders
 

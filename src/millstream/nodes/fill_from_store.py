@@ -17,7 +17,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.object_stores import FetchedStream, fetch, stored_lineage
-from millstream.protocol.replication.promises_and_fencing import LINEAGE, SESSIONS, Lineage, Role, RoleFact
+from millstream.protocol.replication.node_promises import LINEAGE, SESSIONS, Lineage, Role, RoleFact
 from millstream.wal.replica.replica_log import ReplicaLog
 from millstream.wal.writing.session_file import covered_in
 

@@ -19,7 +19,7 @@ from millstream.leadership.node_roles import replication_folder
 from millstream.model.ids import RegionId, parse_region_log_name
 from millstream.model.positions import Seq
 from millstream.protocol.delivery import Phase
-from millstream.protocol.replication.promises_and_fencing import SESSIONS
+from millstream.protocol.replication.node_promises import SESSIONS
 from millstream.protocol.retention import HolderKind, Retention
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import SESSIONS_HOLDER, drop_segments

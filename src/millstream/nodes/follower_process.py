@@ -47,7 +47,7 @@ from millstream.nodes.region_copies import FollowedLog, own_copy, region_copies
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.control_socket import ControlServer
 from millstream.processes.role_locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.node_promises import Role, RoleFact
 from millstream.replication.flight.transport import FlightTransport
 from millstream.replication.follower import WalFollower
 from millstream.wal.disk_space import NO_SPACE

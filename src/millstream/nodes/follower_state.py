@@ -22,7 +22,7 @@ from millstream.nodes.set_aside_report import REPORT, REPORT_SUFFIX, write_repor
 from millstream.nodes.staleness import note_age
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.follower_machine import Lag
-from millstream.protocol.replication.promises_and_fencing import CONSUMERS, SESSIONS, RoleFact
+from millstream.protocol.replication.node_promises import CONSUMERS, SESSIONS, RoleFact
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.replica.set_aside import SetAsideTail, ends_behind, found_aside, truncate_to

@@ -32,7 +32,7 @@ from millstream.private_files import make_folder
 from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.leader_events import Heard
 from millstream.protocol.replication.leader_machine import LinkPhase
-from millstream.protocol.replication.promises_and_fencing import CONSUMERS_KEY, SESSIONS, Promise, Role, RoleFact
+from millstream.protocol.replication.node_promises import CONSUMERS_KEY, SESSIONS, Promise, Role, RoleFact
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.flight.transport import FlightTransport

@@ -13,7 +13,7 @@ from millstream.leadership.node_roles import Roles
 from millstream.leadership.promotion_check import two_leaders
 from millstream.model.replication import region_node
 from millstream.nodes.home_identity import instance_of
-from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.protocol.replication.node_promises import Role
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

@@ -26,7 +26,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, Document, Hello, NodeName
-from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, Lineage, Rank, RoleFact
+from millstream.protocol.replication.node_promises import LINEAGE, Greeting, Lineage, Rank, RoleFact
 from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.wal.reader import StreamReader

@@ -13,7 +13,7 @@ from millstream.model.positions import Seq
 from millstream.nodes.home_identity import instance_of
 from millstream.nodes.staleness import has_followed_since_boot
 from millstream.processes.role_locks import holder, once_let_go
-from millstream.protocol.replication.promises_and_fencing import Promise, Role
+from millstream.protocol.replication.node_promises import Promise, Role
 from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.durable_mark import read_dropped
 from millstream.wal.files import RealFiles

@@ -39,7 +39,7 @@ from millstream.private_files import replace_file
 from millstream.processes.role_locks import RoleLock, once_let_go
 from millstream.protocol.replication import promotion_machine as promoting
 from millstream.protocol.replication.leader_events import PersistRole
-from millstream.protocol.replication.promises_and_fencing import (
+from millstream.protocol.replication.node_promises import (
     CONSUMERS,
     CONSUMERS_KEY,
     SESSIONS,

@@ -13,7 +13,7 @@ from millstream.errors import ConfigError
 from millstream.leadership.node_roles import Roles
 from millstream.model.ids import RegionId, region_log_name
 from millstream.model.replication import NodeName, region_node
-from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.protocol.replication.node_promises import Role
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

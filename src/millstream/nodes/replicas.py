@@ -16,7 +16,7 @@ from millstream.nodes.staleness import age_of_replica
 from millstream.processes.control_socket import ask
 from millstream.protocol.replication.leader_machine import LinkPhase
 from millstream.protocol.replication.leader_map import LeaderMap
-from millstream.protocol.replication.promises_and_fencing import Role, RoleFact
+from millstream.protocol.replication.node_promises import Role, RoleFact
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

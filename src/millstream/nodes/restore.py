@@ -21,7 +21,7 @@ from millstream.nodes.catalog_document import CATALOG, adopt_catalog
 from millstream.nodes.consumers_document import take_consumers
 from millstream.nodes.object_stores import FetchedStream, fetch
 from millstream.private_files import make_folder, replace_file
-from millstream.protocol.replication.promises_and_fencing import CONSUMERS, SESSIONS, RoleFact
+from millstream.protocol.replication.node_promises import CONSUMERS, SESSIONS, RoleFact
 from millstream.replication.object_store.transport import ObjectStoreTransport
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME

@@ -20,7 +20,7 @@ from millstream.model.ids import RegionId, parse_region_log_name, region_log_nam
 from millstream.model.region_ages import RegionAge
 from millstream.nodes.home_identity import boot_id
 from millstream.private_files import replace_file
-from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.protocol.replication.node_promises import Role
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

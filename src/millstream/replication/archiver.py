@@ -20,7 +20,7 @@ from millstream.model.replication import Acknowledgement, Document, NodeName, Re
 from millstream.ports import FollowerLink
 from millstream.protocol.replication.leader_events import Heard, StoredUpto
 from millstream.protocol.replication.leader_machine import is_covered
-from millstream.protocol.replication.promises_and_fencing import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
+from millstream.protocol.replication.node_promises import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
 from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.replication.object_store.transport import ObjectStoreTransport, StoredState
 from millstream.wal.files import RealFiles, SystemClock

@@ -23,7 +23,7 @@ from millstream.ports import LeaderLink
 from millstream.process_metrics import REPLICA_APPLY_SECONDS
 from millstream.protocol.replication import follower_machine as following
 from millstream.protocol.replication.leader_events import PersistRole, Tell
-from millstream.protocol.replication.promises_and_fencing import RoleFact
+from millstream.protocol.replication.node_promises import RoleFact
 from millstream.replication.joined_link import JoinedLink
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.replica_log import ReplicaLog

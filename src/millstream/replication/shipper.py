@@ -30,7 +30,7 @@ from millstream.ports import Clock, Files, FollowerLink, Transport
 from millstream.protocol.replication import leader_events as events
 from millstream.protocol.replication.ack_levels import Holdings
 from millstream.protocol.replication.leader_machine import FollowerProgress, Leader, LinkPhase
-from millstream.protocol.replication.promises_and_fencing import LINEAGE, Greeting, RoleFact
+from millstream.protocol.replication.node_promises import LINEAGE, Greeting, RoleFact
 from millstream.protocol.sequencer.persisted_upto import stream_cut
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.ship_source import LogMarks, ShipSource, durable_marks

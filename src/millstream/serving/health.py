@@ -16,7 +16,7 @@ from millstream.home.missing_logs import find_missing_part
 from millstream.leadership.node_roles import Roles
 from millstream.model.replication import LOCAL
 from millstream.nodes.replicas import list_replicas
-from millstream.protocol.replication.promises_and_fencing import Role
+from millstream.protocol.replication.node_promises import Role
 from millstream.wal.disk_space import check_disk
 from millstream.wal.files import RealFiles
 from millstream.workers import call_in_thread

@@ -38,7 +38,7 @@ from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.processes.control_socket import ControlServer, have_done
 from millstream.processes.role_locks import RoleLock, holder
-from millstream.protocol.replication.promises_and_fencing import Promise, Role
+from millstream.protocol.replication.node_promises import Promise, Role
 from millstream.protocol.retention import HolderKind
 from millstream.wal.reader import StreamReader
 from millstream.wal.reading.frame_cache import DecodedFrames

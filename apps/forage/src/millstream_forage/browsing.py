@@ -9,7 +9,7 @@ import numpy as np
 from millstream_forage.answers import BrowseTasks, Topic
 from millstream_forage.clock import MINUTE_NS
 from millstream_forage.columns import Ints
-from millstream_forage.state import State
+from millstream_forage.folded_state import State
 
 INTERVAL_MINUTES: Final = 30
 LIMIT_PER_TOPIC: Final = 5

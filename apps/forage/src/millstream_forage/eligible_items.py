@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from millstream_forage.columns import Ints
-from millstream_forage.state import NO_ROW, State
+from millstream_forage.folded_state import NO_ROW, State
 
 
 class EligibleItems:

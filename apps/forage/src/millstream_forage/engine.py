@@ -39,10 +39,10 @@ from millstream_forage.embedding import Embedder, HashedGrams, item_vectors
 from millstream_forage.errors import InvalidField, KeyReused, UnknownImpression, UnknownItem
 from millstream_forage.feed import Feeder, FeedRequest, Policy
 from millstream_forage.folded_log import FoldedLog
+from millstream_forage.folded_state import DWELL, KIND_CODES, NO_ROW
 from millstream_forage.homes import CONFIG_FILE, opened_home
 from millstream_forage.items import NewItem, new_item
 from millstream_forage.requests import Reaction, hide_change, reaction, whole_number
-from millstream_forage.state import DWELL, KIND_CODES, NO_ROW
 from millstream_forage.tables import ID_MAX, KINDS, REGION_BITS, arm_name, other_regions, region_of
 from millstream_forage.taste import MATCH_THRESHOLD
 

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from millstream import OpenHome
 from millstream_forage.columns import Index, Ints
 from millstream_forage.folded_log import ends_of, log_of, whole_table
-from millstream_forage.state import DWELL, KIND_CODES, NO_ROW, State
+from millstream_forage.folded_state import DWELL, KIND_CODES, NO_ROW, State
 from millstream_forage.tables import KINDS, SCHEMAS, STREAM
 
 CHOSEN_DWELL_MS: Final = 30_000

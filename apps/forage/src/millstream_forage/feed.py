@@ -1,7 +1,7 @@
 """A feed: a function of the state, the user, the limit, the seed and the moment.
 
 `eligible_items` excludes hidden items first, so nothing hidden is ranked, counted or drawn. `bandit` then gives each
-slot to an arm; `ranking` puts an arm's items in the order of their similarity to the user's taste, then of their ids.
+slot to an arm; `order_within_arm` puts an arm's items in the order of their similarity to the user's taste, then of their ids.
 That is also the order of the labels: in an arm, a `match` is an item of at least the threshold's similarity, and all
 others have one label.
 """
@@ -16,9 +16,9 @@ import numpy as np
 from millstream_forage.answers import FeedItem
 from millstream_forage.bandit import TRIALS_TO_EXPLORE, Arms, Slot, exploring_budget, fill
 from millstream_forage.eligible_items import EligibleItems
+from millstream_forage.folded_state import Items, State
 from millstream_forage.learning import Rewards, user_taste
-from millstream_forage.ranking import ArmVectors, Ranking
-from millstream_forage.state import Items, State
+from millstream_forage.order_within_arm import ArmVectors, Ranking
 from millstream_forage.taste import MATCH_THRESHOLD, Taste, label
 
 TASTES_MAX: Final = 4096

@@ -31,7 +31,7 @@ from millstream.errors import (
     UnknownTable,
 )
 from millstream_forage.errors import EngineFailed
-from millstream_forage.state import State
+from millstream_forage.folded_state import State
 from millstream_forage.tables import REGION_BITS, SCHEMAS, STREAM
 from millstream_forage.usable_records import usable
 

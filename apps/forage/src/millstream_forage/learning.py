@@ -11,7 +11,7 @@ import numpy as np
 
 from millstream_forage.columns import Ints, ages_ns
 from millstream_forage.embedding import Floats
-from millstream_forage.state import NO_ROW, Items, State
+from millstream_forage.folded_state import NO_ROW, Items, State
 from millstream_forage.taste import (
     HALF_LIFE_NS,
     POSITIVE_REWARD,

@@ -126,7 +126,7 @@ class Watch:
 
     def _look_at_slots(self, status: Mapping[str, Any], seen: Observations) -> None:
         """Ask the sources that capture doesn't read now. If a source can't be asked, its last answer is kept."""
-        from millstream.capture.source_checks import look_at_slot
+        from millstream.capture.source_table_checks import look_at_slot
 
         for stream in led_streams(status):
             if not stream.get("id") or not stream["source"]["configured"]:

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from millstream.protocol.delivery.cursor_holds import Order
 from millstream.protocol.delivery.dead_letter_index import DeadLetters
+from millstream.protocol.delivery.dead_letter_retries import Lettered
 from millstream.protocol.delivery.delivery_order import Pending
 from millstream.protocol.delivery.entries import Answer, Back, Entry, EntryState, fact_of
-from millstream.protocol.delivery.letter_calls import Lettered
 from millstream.protocol.delivery.messages import (
     DeadLetter,
     Delivery,

@@ -1,4 +1,4 @@
-"""A consumer's durable state, from which a restart begins."""
+"""A consumer's durable state, from which a restart begins. `delivery.consumer_store` stores it."""
 
 from __future__ import annotations
 

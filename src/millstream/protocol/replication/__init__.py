@@ -5,7 +5,7 @@ Three machines, none of which does I/O, and the facts that they share:
 - `Leader`: per follower, what goes next and how far it has the log; which nodes hold how much of it.
 - `Follower`: what is taken from a leader, and the age of what readers see.
 - `Promotion`: how a node becomes the leader, and the old one is fenced.
-- `promises_and_fencing`: what a node durably notes about its part: its promise, its role, the lineage of its log.
+- `node_promises`: what a node durably notes about its part: its promise, its role, the lineage of its log.
 
 Premises
 --------

@@ -29,7 +29,7 @@ Rules, each held by a test, or a seed of the simulator, that fails without it:
 - Before anything is taken from a leader, the groups of this log that the leader's lacks (those behind the term
   in which the two part) are set aside, never overwritten. The lineages alone decide which these are. Different
   bytes where the lineages agree are damage (`Diverged`), and stop everything.
-- A term is noted once everything that its leader began with is here (`promises_and_fencing`).
+- A term is noted once everything that its leader began with is here (`node_promises`).
 - Readers see what the leader shows. If one follower is enough for the level, they see a group when it is acknowledged.
   They don't see it earlier, because a node that gets a higher promise first may lead without it. Nor do they
   while something is missing that the leader began with, because until then the acknowledgement doesn't count.
@@ -75,7 +75,7 @@ from millstream.model.replication import (
     Shipment,
 )
 from millstream.protocol.replication.leader_events import PersistRole, Tell
-from millstream.protocol.replication.promises_and_fencing import (
+from millstream.protocol.replication.node_promises import (
     LINEAGE,
     NOBODY,
     SESSIONS,

@@ -16,7 +16,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Hello, NodeName, ReplicaPosition
 from millstream.protocol.replication.ack_levels import Holdings
-from millstream.protocol.replication.promises_and_fencing import Promise, RoleFact
+from millstream.protocol.replication.node_promises import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)
 

@@ -49,7 +49,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.replication import OBJECT_STORE, Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition
 from millstream.protocol.replication import leader_events as events
 from millstream.protocol.replication.ack_levels import Holding, Holdings
-from millstream.protocol.replication.promises_and_fencing import NOBODY, Lineage, Promise, RoleFact, fenced_error
+from millstream.protocol.replication.node_promises import NOBODY, Lineage, Promise, RoleFact, fenced_error
 
 
 class LinkPhase(StrEnum):

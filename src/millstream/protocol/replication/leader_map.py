@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.replication import NodeName
-from millstream.protocol.replication.promises_and_fencing import UNPROMISED, Promise, Role, RoleFact
+from millstream.protocol.replication.node_promises import UNPROMISED, Promise, Role, RoleFact
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -13,7 +13,7 @@
 
 A candidate may win if it has enough promises, its own among them: without one of these nodes no old leader can
 have anything acknowledged at the stream's level, and one of them has everything that was
-(`promotion_quorum.promises_wanted`). It must also have as much as the node among them that has most (`promises_and_fencing.Rank`). A node
+(`promotion_quorum.promises_wanted`). It must also have as much as the node among them that has most (`node_promises.Rank`). A node
 doesn't run if it sees another candidate. If two run, the higher promise wins: the nodes that gave the lower
 promise give the higher one as well, or refuse the lower. The lower candidate's promises are too few, or rank
 below in every later contest. With `accept_loss` neither condition holds: `losses` names what may be lost, and
@@ -36,7 +36,7 @@ from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel, NodeName
 from millstream.protocol.replication.leader_events import PersistRole
-from millstream.protocol.replication.promises_and_fencing import Promise, Rank, Role, RoleFact, name_taken
+from millstream.protocol.replication.node_promises import Promise, Rank, Role, RoleFact, name_taken
 from millstream.protocol.replication.promotion_quorum import level_kept, promises_wanted
 
 STORE: Final = NodeName("")

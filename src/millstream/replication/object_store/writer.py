@@ -35,7 +35,7 @@ from millstream.model.replication import (
     SegmentPart,
     Shipment,
 )
-from millstream.protocol.replication.promises_and_fencing import LINEAGE
+from millstream.protocol.replication.node_promises import LINEAGE
 from millstream.replication.object_store.branches import History, history_of, note_whole
 from millstream.replication.object_store.epoch_claims import claim, end_of, greatest_claim
 from millstream.replication.object_store.object_names import (

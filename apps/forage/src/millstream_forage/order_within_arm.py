@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from millstream_forage.columns import Ints
 from millstream_forage.eligible_items import EligibleItems
-from millstream_forage.state import Items
+from millstream_forage.folded_state import Items
 from millstream_forage.taste import Taste
 
 MULTIPLIED_AT_ONCE: Final = 512
