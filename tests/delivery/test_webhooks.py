@@ -22,7 +22,7 @@ from tests.app.homes import wait_for
 from tests.delivery.receivers import Answerer, Receiver, Request, answer
 
 from millstream.delivery.sinks import ACCEPTED, Outcome, PushMessage, Verdict, failed
-from millstream.delivery.webhook_sender import ANSWER_BYTES, HttpSender, Resolve
+from millstream.delivery.webhook_exchange import ANSWER_BYTES, HttpSender, Resolve
 from millstream.delivery.webhook_settings import WebhookSettings
 from millstream.delivery.webhook_signature import signatures
 from millstream.delivery.webhook_sink import WebhookSink, retry_after_s, webhook_id_of

@@ -44,7 +44,7 @@ from millstream.testing import Workload
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.mending.inspect import FrameInfo, inspect
 from millstream.wal.segment_deletion import drop_segments
-from millstream.wal.writing.sequence_allocator import SharedNumbers
+from millstream.wal.writing.number_sources import SharedNumbers
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from tests.seeds import examples
 
 from millstream.lake.column_conversion import EXACT, lake_columns, to_lake
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current_fold import fold_records
+from millstream.lake.folded.current_rules import fold_records
 from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.leaf_rewriting import surviving
 from millstream.lake.layout import LakeLayout

@@ -29,11 +29,11 @@ from tests.seeds import examples
 from millstream.errors import LakeConflict, LakeError
 from millstream.lake.column_conversion import EXACT, to_lake
 from millstream.lake.commit_cuts import commit_cut
-from millstream.lake.folded.current_fold import fold_records, match_unknown
+from millstream.lake.folded.current_rules import fold_records, match_unknown
 from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.folded.leaf_rewriting import in_their_partitions, surviving
 from millstream.lake.folded.left_partitions import partitions_of, without_left
-from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
+from millstream.lake.folded.scd2_rules import VERSION_COLUMNS
 from millstream.lake.folded.scd2_table import fold_into_versions, rebuild_versions
 from millstream.lake.history_retention import HistoryBound, drop_history
 from millstream.lake.layout import LakeLayout

@@ -15,7 +15,7 @@ from tests.lake.test_query import land
 
 from millstream.errors import InvalidQuery, LakeUnavailable, UnknownTable
 from millstream.lake.commit_cuts import commit_cut, last_cut
-from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
+from millstream.lake.folded.scd2_rules import VERSION_COLUMNS
 from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout

@@ -20,7 +20,7 @@ from tests.seeds import examples
 
 from millstream.errors import LakeError
 from millstream.lake.column_conversion import EXACT, lake_columns, to_lake
-from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS, Versions, fold_versions
+from millstream.lake.folded.scd2_rules import IS_CURRENT, VALID_TO, VERSION_COLUMNS, Versions, fold_versions
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.model.records import PARTITION_OID
 from millstream.model.schema import TableSchema

@@ -31,7 +31,7 @@ from tests.lake.test_scd2 import CUTS, MIDNIGHT, STORIES, Told, at, schemas, tol
 from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.commit_cuts import commit_cut
 from millstream.lake.folded.current_table import FoldSizes, fold_table
-from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
+from millstream.lake.folded.scd2_rules import VERSION_COLUMNS
 from millstream.lake.folded.scd2_table import fold_into_versions
 from millstream.lake.history_folder import history_from_property
 from millstream.lake.history_retention import HistoryBound, drop_history

@@ -29,7 +29,7 @@ from millstream.routing.rules import (
 )
 from millstream.routing.shard_map import ShardMap
 from millstream.testing.errors import coded
-from millstream.wal.writing.frame_plan import plan_group
+from millstream.wal.writing.record_numbering import plan_group
 
 KEYED = schema_of({"id": pa.int64(), "kind": pa.string(), "day": pa.string(), "n": pa.int64()}, key=("id",))
 PLAIN = schema_of({"id": pa.int64(), "kind": pa.string(), "day": pa.string(), "n": pa.int64()})

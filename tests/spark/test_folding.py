@@ -24,7 +24,7 @@ from millstream.model.schema import TableSchema
 from millstream.spark import table_maintenance
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_tasks import MaintenanceAnswer, MaintenanceTask, maintain_one
-from millstream.spark.folding import FoldThread
+from millstream.spark.fold_thread import FoldThread
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions

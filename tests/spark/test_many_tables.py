@@ -24,7 +24,7 @@ from millstream.lake.table_renames import PackedPlaces, RecordFolder
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.spark.complete_copies import CompleteCopies
-from millstream.spark.folding import FoldThread
+from millstream.spark.fold_thread import FoldThread
 from millstream.spark.session import SparkOptions
 
 

@@ -33,7 +33,7 @@ from millstream.model.operations import (
 from millstream.model.positions import Offset, Seq
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
-from millstream.wal.writing.frame_plan import FramePlan, plan_chunk, plan_group
+from millstream.wal.writing.record_numbering import FramePlan, plan_chunk, plan_group
 
 SHARD = ShardId(3)
 

@@ -20,9 +20,9 @@ from millstream.wal.reader import StreamReader
 from millstream.wal.replica.ship_source import durable_marks
 from millstream.wal.shard_locks import lock_shards
 from millstream.wal.writing.group_commit import GroupCommitter
+from millstream.wal.writing.number_sources import SharedNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
-from millstream.wal.writing.sequence_allocator import SharedNumbers
 
 
 class StagedFiles(MemoryFiles):

@@ -36,9 +36,9 @@ from millstream.wal.mending.inspect import stats, verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.shard_locks import lock_shards
 from millstream.wal.writing.group_commit import GroupCommitter
+from millstream.wal.writing.number_sources import SharedNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
-from millstream.wal.writing.sequence_allocator import SharedNumbers
 
 FOLDER = "/wal/shop"
 STREAM = StreamId(UUID(int=9))

@@ -31,9 +31,9 @@ from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.reading.table_records import TableRecords
 from millstream.wal.writing.group_commit import GroupCommitter
+from millstream.wal.writing.number_sources import BlockNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
-from millstream.wal.writing.sequence_allocator import BlockNumbers
 
 SHARD_OF = {1: 0, 2: 1, 3: 0}
 TABLES = {number: replace(plain_table(number), relation_oid=20_000 + number) for number in SHARD_OF}

@@ -37,8 +37,8 @@ from millstream.wal.reader import StreamReader
 from millstream.wal.segment_deletion import SESSIONS_HOLDER, Sweep, drop_segments, hold_for_sessions
 from millstream.wal.writing.deduplicated_commits import DeduplicatedCommits
 from millstream.wal.writing.group_commit import GroupCommitter, WriterIdentity
+from millstream.wal.writing.number_sources import BlockNumbers
 from millstream.wal.writing.options import LogOptions
-from millstream.wal.writing.sequence_allocator import BlockNumbers
 from millstream.wal.writing.session_file import covered_upto, read_copy, session_path
 from millstream.wal.writing.writer import LogWriter
 

@@ -14,9 +14,9 @@ from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.group_commit import GroupCommitter
+from millstream.wal.writing.number_sources import BlockNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
-from millstream.wal.writing.sequence_allocator import BlockNumbers
 
 FOLDER = "/wal/shop"
 STREAM = StreamId(UUID("5f0c21aa-0000-4000-8000-000000000001"))

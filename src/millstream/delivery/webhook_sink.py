@@ -1,6 +1,6 @@
 """Webhooks: batches of messages as HTTP requests, by the Standard Webhooks specification.
 
-`webhook_signature` signs a request, `webhook_sender` sends it, and here its answer becomes an outcome.
+`webhook_signature` signs a request, `webhook_exchange` sends it, and here its answer becomes an outcome.
 `push_retries` repeats what failed.
 """
 
@@ -19,7 +19,7 @@ from millstream.delivery.webhook_settings import WebhookSettings
 from millstream.delivery.webhook_signature import signatures
 
 if TYPE_CHECKING:
-    from millstream.delivery.webhook_sender import HttpSender
+    from millstream.delivery.webhook_exchange import HttpSender
 
 RETRY_AFTER_MAX_S: Final = 3600.0
 _GONE: Final = 410
@@ -59,7 +59,7 @@ class WebhookSink:
             webhook_id: the request's id, which a retry repeats.
             body: JSON.
         """
-        from millstream.delivery.webhook_sender import AddressRefused, ExchangeFailed
+        from millstream.delivery.webhook_exchange import AddressRefused, ExchangeFailed
 
         timestamp = int(self._now_s())
         headers = {
@@ -96,7 +96,7 @@ def open_webhook(settings: Mapping[str, Any], *, stream: str, consumer: str) -> 
 
 def webhook_of(settings: WebhookSettings) -> WebhookSink:
     """Return the sink of valid settings."""
-    from millstream.delivery.webhook_sender import HttpSender
+    from millstream.delivery.webhook_exchange import HttpSender
 
     sender = HttpSender(
         settings.receiver, connections=settings.pacing.concurrency, allow_private=settings.allow_private

@@ -20,7 +20,7 @@ from millstream.errors import UsageError
 from millstream.lake.column_conversion import EXACT, conform, lake_columns, same_type, to_lake, to_text
 from millstream.lake.filled_columns import filled_rows
 from millstream.lake.folded.accumulating import accumulated
-from millstream.lake.folded.current_fold import plan_keyed, run_of
+from millstream.lake.folded.current_rules import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
 from millstream.lake.new_and_wider_columns import union_schema, widest

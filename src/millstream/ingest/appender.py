@@ -1,4 +1,7 @@
-"""Appends applications' rows to a stream: tables and columns are made as needed, and each call is one operation."""
+"""Appends applications' rows, as columns, to a stream: tables are made as needed, and each call is one operation.
+
+`python_rows` and `json_rows` make the columns.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from millstream.lake.column_conversion import history_prefix, lake_columns
-from millstream.lake.folded.scd2_fold import VERSION_COLUMNS
+from millstream.lake.folded.scd2_rules import VERSION_COLUMNS
 from millstream.lake.folded.version_columns import next_to_version_columns
 from millstream.lake.layout import has_current
 from millstream.model.ids import TableId

@@ -31,7 +31,7 @@ from millstream.lake.data_files import (
     version_in,
 )
 from millstream.lake.delta.log import CHECKPOINT_S, LOG_RETENTION_S
-from millstream.lake.folded.scd2_fold import ENDED_FOLDER, IS_CURRENT
+from millstream.lake.folded.scd2_rules import ENDED_FOLDER, IS_CURRENT
 from millstream.lake.history_folder import BOUNDED, DATE
 from millstream.lake.layout import BESIDE, LakeLayout, View
 from millstream.lake.store_errors import lake_errors

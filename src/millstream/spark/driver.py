@@ -1,10 +1,9 @@
 """A pipeline's driver: a loop of Spark jobs for all tables of a stream, and folds, until it is stopped or caught up.
 
 The driver coordinates and commits; executors read, write and fold. `batch_landing` has the steps of a batch,
-`folding` those of a fold. Each batch begins at the lake's last
-cut, and no other place has a position. The driver ends in order when `stop` or `drain` is set, and with an
-error when the engine fails. Then its supervisor starts another process, because a dead JVM can't be
-restarted in this one.
+`fold_thread` those of a fold. Each batch begins at the lake's last cut, and no other place has a position. The driver ends
+in order when `stop` or `drain` is set, and with an error when the engine fails. Then its supervisor starts another
+process, because a dead JVM can't be restarted in this one.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from millstream.spark.batch_pause import INTERVAL_S_MIN, pause_s
 from millstream.spark.batch_targets import LakeOfFiles
 from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.executor_access import ExecutorLog, ExecutorWatch, check_lake, translated
-from millstream.spark.folding import FoldThread
+from millstream.spark.fold_thread import FoldThread
 from millstream.spark.initial_replay import ReplayWatch
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
 from millstream.spark.pipeline_tables import PipelineTables, written_us

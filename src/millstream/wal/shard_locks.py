@@ -20,7 +20,7 @@ from millstream.ports import Clock, Files, WritableFile
 from millstream.wal.durable_mark import MarkFile, missing_shards, read_mark
 from millstream.wal.layout import LOCK_NAME, MARK_NAME, list_shards, shard_folder
 from millstream.wal.missing_log import is_begun, missing_log
-from millstream.wal.writing.sequence_allocator import GroupNumbers
+from millstream.wal.writing.number_sources import GroupNumbers
 
 _PATIENCE_NS: Final = 10_000_000_000
 _LOOK_S: Final = 0.005

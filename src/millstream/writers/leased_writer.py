@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from millstream.catalog.writer_notifications import PostgresAnnouncements
     from millstream.ports import Announcements
     from millstream.protocol.sequencer import Registration, WriterEntry
-    from millstream.wal.writing.sequence_allocator import SharedNumbers
+    from millstream.wal.writing.number_sources import SharedNumbers
     from millstream.wal.writing.writer import LogOptions, LogWriter
 
 logger = structlog.get_logger("millstream.writers")
@@ -430,7 +430,7 @@ def _open_log(
     store: PostgresSequenceStore, place: WriterPlace, registration: Registration, shards: tuple[ShardId, ...]
 ) -> LogWriter:
     """Open the log under a registration; waits for as long as the previous incarnation may still answer its callers."""
-    from millstream.wal.writing.sequence_allocator import SharedNumbers
+    from millstream.wal.writing.number_sources import SharedNumbers
     from millstream.wal.writing.writer import LogWriter
 
     numbers = SharedNumbers(store, registration)

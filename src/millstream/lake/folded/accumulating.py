@@ -19,7 +19,7 @@ from millstream.lake.column_conversion import EXACT, conform, text_maps, texts_o
 from millstream.lake.row_identity import Keys, first_of_each, key_codes
 
 if TYPE_CHECKING:
-    from millstream.lake.folded.current_fold import RecordRun
+    from millstream.lake.folded.current_rules import RecordRun
     from millstream.lake.folded.unchanged_values import Lookup
     from millstream.model.schema import TableSchema
 

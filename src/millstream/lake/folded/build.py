@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.lake.column_conversion import EXACT
-from millstream.lake.folded.current_fold import fold_records, run_of
+from millstream.lake.folded.current_rules import fold_records, run_of
 from millstream.lake.history_scan import Held, last_truncate, scan_named
 from millstream.lake.row_identity import Keys, key_codes
 from millstream.lake.table_format import OpenTable

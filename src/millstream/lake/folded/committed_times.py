@@ -7,7 +7,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.lake.folded.scd2_fold import BEGAN_BY, VALID_FROM, VALID_TO
+from millstream.lake.folded.scd2_rules import BEGAN_BY, VALID_FROM, VALID_TO
 from millstream.lake.history_scan import read_history
 from millstream.lake.schema_history import Eras, table_of
 from millstream.lake.table_format import OpenTable

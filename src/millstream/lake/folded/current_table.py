@@ -28,7 +28,7 @@ from millstream.lake.exactly_once import reached
 from millstream.lake.file_statistics import boundable
 from millstream.lake.filled_columns import inexact_texts
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
-from millstream.lake.folded.current_fold import Folded, fold_records
+from millstream.lake.folded.current_rules import Folded, fold_records
 from millstream.lake.folded.key_leaves import LEAF_BYTES, Leaf, Leaves
 from millstream.lake.folded.leaf_rewriting import (
     Change,

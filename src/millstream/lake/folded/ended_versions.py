@@ -9,7 +9,7 @@ import pyarrow as pa
 from millstream.lake.column_conversion import conform
 from millstream.lake.data_files import NewFile, TableFiles, new_name
 from millstream.lake.folded.key_leaves import in_key_order
-from millstream.lake.folded.scd2_fold import ENDED_FOLDER, VALID_FROM
+from millstream.lake.folded.scd2_rules import ENDED_FOLDER, VALID_FROM
 
 _FILE_ROWS: Final = 1 << 20
 

@@ -35,7 +35,7 @@ from millstream.lake.folded.current_table import DEFAULT_SIZES, FoldOutcome, Fol
 from millstream.lake.folded.ended_versions import EndedVersions
 from millstream.lake.folded.key_leaves import Leaves
 from millstream.lake.folded.leaf_rewriting import Change, LeafWriter, having_partitions, named, placed, touched
-from millstream.lake.folded.scd2_fold import (
+from millstream.lake.folded.scd2_rules import (
     BEGAN_BY,
     ENDED_FOLDER,
     IS_CURRENT,

@@ -19,7 +19,7 @@ import pyarrow as pa
 from millstream.errors import LakeError
 from millstream.lake.column_conversion import lake_columns
 from millstream.lake.column_names import numbered, schema_at, with_fills
-from millstream.lake.folded.scd2_fold import VERSION_COLUMNS, version_inputs
+from millstream.lake.folded.scd2_rules import VERSION_COLUMNS, version_inputs
 from millstream.lake.history_scan import read_history, scan_named
 from millstream.lake.layout import LakeLayout
 from millstream.lake.new_and_wider_columns import widest

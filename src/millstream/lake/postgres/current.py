@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.column_conversion import EXACT
-from millstream.lake.folded.current_fold import Folded, fold_records
+from millstream.lake.folded.current_rules import Folded, fold_records
 from millstream.lake.postgres import own_tables
 from millstream.lake.postgres.target import PostgresTarget, copy_in
 from millstream.lake.postgres.texts import Versioned, text_columns, text_records, without_zeros

@@ -17,7 +17,7 @@ from millstream.lake.column_conversion import EXACT, conform, text_maps
 from millstream.lake.column_names import names_at, renames_in
 from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of, table_in
 from millstream.lake.folded.build import build_rows, plan_build
-from millstream.lake.folded.current_fold import fold_records
+from millstream.lake.folded.current_rules import fold_records
 from millstream.lake.folded.current_table import DEFAULT_SIZES, current_columns, tail_columns
 from millstream.lake.history_folder import history_from, lacks_beginning
 from millstream.lake.history_scan import scan_live

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from millstream.lake.column_conversion import EXACT, conform
 from millstream.lake.folded.accumulating import accumulated_by
-from millstream.lake.folded.current_fold import plan_keyed, run_of
+from millstream.lake.folded.current_rules import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import Lookup, materialize, past_rows
 from millstream.lake.row_identity import Keys
 from millstream.model.records import PARTITION_OID

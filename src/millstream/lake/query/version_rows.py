@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from millstream.lake.column_conversion import EXACT
-from millstream.lake.folded.scd2_fold import IS_CURRENT, VALID_TO, VERSION_COLUMNS, Versions
+from millstream.lake.folded.scd2_rules import IS_CURRENT, VALID_TO, VERSION_COLUMNS, Versions
 from millstream.lake.folded.scd2_table import unfolded_versions
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.duckdb_connection import Engine, names

@@ -42,13 +42,13 @@ from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.missing_log import missing_log
 from millstream.wal.shard_locks import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.startup_progress import StartupProgress
-from millstream.wal.writing.frame_plan import FramePlan, plan_chunk, plan_group
 from millstream.wal.writing.hybrid_times import GroupTimes
+from millstream.wal.writing.number_sources import GroupNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import OwnShard, WriterIdentity, begin_shards, continue_shards, next_header
+from millstream.wal.writing.record_numbering import FramePlan, plan_chunk, plan_group
 from millstream.wal.writing.recover import Recovered, recover
 from millstream.wal.writing.segment import GroupFacts, OpenSegment, WriteFailed
-from millstream.wal.writing.sequence_allocator import GroupNumbers
 from millstream.wal.writing.submissions import acks_of, shards_of
 from millstream.wal.writing.visibility import ShownMarks, show_all
 from millstream.wal.writing.writer_metrics import CommitCounts

@@ -31,8 +31,8 @@ from millstream.process_metrics import FSYNC_SECONDS
 from millstream.wal.disk_space import check_space
 from millstream.wal.files import check_is_at, create_temporary, put_in_place
 from millstream.wal.layout import SPARE_NAME, segment_path
-from millstream.wal.writing.frame_plan import FramePlan
 from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.record_numbering import FramePlan
 
 
 class WriteFailed(Exception):

@@ -40,9 +40,9 @@ from millstream.wal.writing.awaiting_acks import NOTHING, AckLevels, Awaiting, c
 from millstream.wal.writing.deduplicated_commits import DeduplicatedCommits
 from millstream.wal.writing.group_commit import GroupCommitter
 from millstream.wal.writing.group_commit_queue import GroupCommitQueue
+from millstream.wal.writing.number_sources import BlockNumbers, SharedNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
-from millstream.wal.writing.sequence_allocator import BlockNumbers, SharedNumbers
 from millstream.wal.writing.submissions import follow, shards_of
 from millstream.wal.writing.waiters import FutureWaiter, TaskWaiter, ThreadWaiter, Waiting, answer
 from millstream.workers import Worker

@@ -40,7 +40,7 @@ import pyarrow.compute as pc
 from millstream.errors import LakeError
 from millstream.lake.column_conversion import EXACT, conform
 from millstream.lake.folded.accumulating import accumulated
-from millstream.lake.folded.current_fold import RecordRun, in_order, op_codes
+from millstream.lake.folded.current_rules import RecordRun, in_order, op_codes
 from millstream.lake.folded.left_partitions import NEVER, UNKNOWN, LeftPartitions, partitions_of
 from millstream.lake.folded.unchanged_values import LiveRow, RowSources, materialize
 from millstream.lake.row_identity import Codes, Keys, concat_keys, first_of_each, key_codes
