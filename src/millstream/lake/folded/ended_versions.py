@@ -1,4 +1,4 @@
-"""Files of versions that have ended, which folds only append. `scd2_fold` decides when a version ends."""
+"""Files of versions that have ended, which folds only append. `scd2_rules` decides when a version ends."""
 
 from __future__ import annotations
 

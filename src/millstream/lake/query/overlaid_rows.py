@@ -68,7 +68,7 @@ class RecordRange:
         return self._engine.scan(self._history, [file.path for file in self._found], needed, alike=self._alike)
 
     def read(self, needed: Sequence[str], seqs: pa.Array | None) -> pa.Table:
-        """Read as `overlay.Read`. All records are read outside of the engine, which is slow with many small files."""
+        """Read as `tail_effect.Read`. All records are read outside of the engine, which is slow with many small files."""
         if not self._found:
             return self._nothing(needed)
         if seqs is None:
