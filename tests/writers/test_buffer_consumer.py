@@ -55,6 +55,8 @@ class Home:
     def __init__(self, folder: Path) -> None:
         self.server = MemoryServer()
         self.buffer = MemoryBuffer(self.server, NAME, create_shards=2)
+        self.name = NAME
+        """The buffer's name in the configuration."""
         self.catalog = Catalog(folder / "catalog.db")
         self.stream: StreamId = self.catalog.resolve_stream("shop")
         self.wal = str(folder / "wal")
@@ -83,7 +85,10 @@ class Home:
                 home_shard=lambda _: FIRST_SHARD,
             )
             taker = OperationTaker(self.catalog, self.stream, rules)
-            yield BufferTaking(self.buffer, NAME, self.catalog, self.stream, log, taker, **options), threading.Event()
+            yield (
+                BufferTaking(self.buffer, self.name, self.catalog, self.stream, log, taker, **options),
+                threading.Event(),
+            )
 
     def take(self, **options: Any) -> BufferTaking:
         """Take operations until none are left."""
@@ -522,6 +527,29 @@ def test_a_buffer_of_another_name_is_read_from_its_start(home: Home) -> None:
     home.put(NORTH, "three")
     home.take()
     assert home.texts() == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("names", [["moved"], ["moved", "moved/", NAME], ["moved", "elsewhere"]])
+def test_a_buffer_under_another_name_goes_on_where_it_was(home: Home, names: list[str]) -> None:
+    """A folder of log files that was moved, or whose path was written otherwise, was read again from its start."""
+    home.keys["visits"] = ("id",)
+    home.put(NORTH, "one")
+    home.put(SOUTH, "two")
+    home.put(NORTH, "v0", name="visits")
+    home.take()
+    home.keys["visits"] = ("text",)
+    home.put(NORTH, "v1", name="visits")
+    assert set(home.take().progress.held) == {"public.visits"}
+    for home.name in names:
+        home.put(NORTH, home.name)
+        assert set(home.take().progress.held) == {"public.visits"}
+    home.keys["visits"] = ("id",)
+    assert retry_table(home.catalog, home.stream, "visits", buffer=home.name).startswith("its missing rows")
+    home.take()
+    assert (home.texts(), home.texts("visits")) == (["one", "two", *names], ["v0", "v1"])
+    remade(home)
+    with pytest.raises(WriteBufferError, check=coded("buffer_replaced")):
+        home.take()
 
 
 def test_a_buffer_made_anew_under_a_running_reader_ends_it(home: Home) -> None:

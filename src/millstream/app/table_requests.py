@@ -33,11 +33,11 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
         UsageError: it isn't quarantined, or applications write a table of the same name.
     """
     from millstream.lake.layout import MESSAGES
-    from millstream.writers.buffer_consumer import ask_again, facts_scope
+    from millstream.writers.buffer_consumer import ask_again
 
     name, held = parse_qualified_name(table), quarantine_of(catalog, stream).all()
     done = []
-    if buffer is not None and ask_again(catalog, facts_scope(stream, buffer), table):
+    if buffer is not None and ask_again(catalog, stream, buffer, table):
         done.append(
             "its missing rows are read from the write buffer within seconds, or when the reader runs next; if that fails, it is held again"
         )

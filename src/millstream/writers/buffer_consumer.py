@@ -74,6 +74,8 @@ _IN_FLIGHT_BYTES: Final = 32 << 20
 """Size in bytes of a shard's operations that were handed to the log and aren't durable yet."""
 _AGAIN: Final = "again"
 """Key of a held part's fact: a retry was requested."""
+_KNOWN_AS: Final = "known_as"
+"""The fact of a buffer that the catalog has under an earlier name."""
 _UNFIT: Final = (CodecError, IngestError, RoutingError, UnknownTable)
 """Errors about one table's rows and nothing else. InvalidValue is a `CodecError`."""
 _LOST: Final = frozenset({"buffer_truncated", BufferOffsetGone.code})
@@ -151,7 +153,8 @@ class BufferTaking:
         self._stream = stream
         self._log = log
         self._taker = taker
-        self._scope = facts_scope(stream, name)
+        self._known_name = known_name(catalog, stream, name)
+        self._scope = facts_scope(stream, self._known_name)
         self._failed: BaseException | None = None
         self._lock = threading.Lock()
         self._ends: tuple[threading.Event, ...] = ()
@@ -230,7 +233,11 @@ class BufferTaking:
 
     def _check_identity(self) -> None:
         known, found = self._catalog.fact(self._scope, "identity"), self._buffer.identity()
-        if known is None:
+        if known is None and (earlier := self._earlier_name(found)) is not None:
+            self._catalog.put_fact(self._scope, _KNOWN_AS, earlier)
+            self._known_name, self._scope = earlier, facts_scope(self._stream, earlier)
+            logger.info("the buffer was read before, by another name", buffer=self._name, earlier=earlier)
+        elif known is None:
             strange = set(self._log.reached()) - {row.id for row in self._catalog.all_sources(self._stream)}
             if strange:
                 raise CatalogError(
@@ -246,6 +253,14 @@ class BufferTaking:
                 known=known,
                 found=found,
             )
+
+    def _earlier_name(self, identity: str) -> str | None:
+        """Return the name by which the stream has read this very buffer before: its folder was moved, or is written otherwise."""
+        names = [
+            row.database for row in self._catalog.all_sources(self._stream) if row.system_identifier == OF_A_BUFFER
+        ]
+        scopes = {name: facts_scope(self._stream, name) for name in reversed(names)}
+        return next((n for n, scope in scopes.items() if self._catalog.fact(scope, "identity") == identity), None)
 
     def _plan(self, shards: tuple[ShardId, ...]) -> BufferReplay:
         """Return the plan from the log's positions and the held parts."""
@@ -272,7 +287,8 @@ class BufferTaking:
 
     def _source(self, shard: ShardId, part: PartitionRows | None = None) -> SourceId:
         """Return the number by which the log knows a shard of the buffer, or a held part of one."""
-        told = self._name if part is None else f"{self._name}/{part.table}/{part.partition or ''}"
+        name = self._known_name
+        told = name if part is None else f"{name}/{part.table}/{part.partition or ''}"
         return self._catalog.resolve_source(self._stream, OF_A_BUFFER, told, int(shard))
 
     def _reader(self, shard: ShardId, replay: BufferReplay) -> ShardReader:
@@ -391,12 +407,17 @@ def facts_scope(stream: StreamId, buffer: str) -> str:
     return f"buffer/{stream}/{buffer}"
 
 
-def ask_again(catalog: Catalog, scope: str, table: str) -> bool:
+def known_name(catalog: Catalog, stream: StreamId, buffer: str) -> str:
+    """Return the name under which the catalog has its notes on a buffer, whose folder may have been moved since."""
+    return str(catalog.fact(facts_scope(stream, buffer), _KNOWN_AS, default=buffer))
+
+
+def ask_again(catalog: Catalog, stream: StreamId, buffer: str, table: str) -> bool:
     """Request a held table; return False if it isn't held.
 
     A running reader takes the missing rows within seconds; otherwise the next start does.
     """
-    wanted = parse_qualified_name(table)
+    wanted, scope = parse_qualified_name(table), facts_scope(stream, known_name(catalog, stream, buffer))
     held = {
         name: fact
         for name, fact in catalog.facts(scope).items()
