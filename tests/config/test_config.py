@@ -266,8 +266,23 @@ def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None
         error = mistake(tmp_path, GOOD, ENVIRON | {variable: "x"})
         assert f"env {variable}: {section}: unknown key;" in error.message
         assert "allowed here: streams, spark, http" in error.message
-    error = mistake(tmp_path, GOOD, ENVIRON | {"MILLSTREAM_SPARK": "{nothing"})
-    assert "MILLSTREAM_SPARK" in error.message
+    for variable in ("MILLSTREAM_SPARK", "MILLSTREAM_STREAMS__SHOP__SOURCE__TABLES"):
+        others = {"MILLSTREAM_STREAMS__SHOP__LOG__SHARDS": "2", "MILLSTREAM_SPARK__MASTER": "local"}
+        error = mistake(tmp_path, GOOD, ENVIRON | others | {variable: "public.*"})
+        assert error.message.startswith(f"env {variable}: must be JSON")
+        assert error.hint.startswith(f"Mend {variable}; ")
+
+
+def test_the_keys_of_a_table_in_a_variable_come_from_the_variable(tmp_path: Path) -> None:
+    """`config show` called them defaults."""
+    environ = {
+        "MILLSTREAM_STREAMS__SHOP": '{"region": 2, "log": {"shards": 3}}',
+        "MILLSTREAM_STREAMS__SHOP__REGION": "4",
+    }
+    shown = {path[2:]: (value, origin) for path, value, origin in load(tmp_path, GOOD, ENVIRON | environ).items()}
+    assert shown["log", "shards"] == (3, "env MILLSTREAM_STREAMS__SHOP")
+    assert shown["region",] == (4, "env MILLSTREAM_STREAMS__SHOP__REGION")
+    assert shown["source", "tables"][1] == "millstream.toml:4"
 
 
 def test_a_variable_that_the_file_names_is_of_no_unknown_section(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -15,10 +15,10 @@ ENV_PREFIX: Final = "MILLSTREAM_"
 
 
 class UnreadableVariable(Exception):
-    """A variable's value can't be read as what its key takes; `name` is the variable, or the prefix if it's unknown."""
+    """A variable's value isn't the JSON that its key takes; `name` is the variable, or the prefix if it's unknown."""
 
-    def __init__(self, name: str, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.name = name
 
 
@@ -39,15 +39,40 @@ def environment_values(
     try:
         values: dict[str, Any] = _Environment(_Settings, environ)()
     except SettingsError as error:
-        name = next((n for low, n in names.items() if _without_prefix(low) in str(error).lower()), ENV_PREFIX)
-        raise UnreadableVariable(name, str(error)) from error
+        name = next((name for name in names.values() if not _is_readable(name, environ[name])), ENV_PREFIX)
+        raise UnreadableVariable(name) from error
     variables: dict[KeyPath, str] = {}
     for low, name in names.items():
-        path = tuple(_without_prefix(low).split("__"))
+        path: KeyPath = tuple(_without_prefix(low).split("__"))
         if path[0] in Config.model_fields or (len(path) > 1 and name not in named):
             variables[path] = name
+    for path, name in list(variables.items()):
+        for key in _keys_within(path, _value_at(values, path)):
+            variables.setdefault(key, name)
     unknown: dict[str, Any] = {str(path[0]): {} for path in variables}
     return unknown | {name: value for name, value in values.items() if name in Config.model_fields}, variables
+
+
+def _is_readable(name: str, value: str) -> bool:
+    try:
+        _Environment(_Settings, {name: value})()
+    except SettingsError:
+        return False
+    return True
+
+
+def _value_at(values: Any, path: KeyPath) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _keys_within(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    """Yield the paths of the keys of a table that a variable holds as JSON."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (*path, key)
+            yield from _keys_within((*path, key), inner)
 
 
 def _without_prefix(name: str) -> str:

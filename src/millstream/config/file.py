@@ -266,7 +266,8 @@ class _Loader:
         try:
             values, variables = environment_values(self._environ, self._named)
         except UnreadableVariable as error:
-            self._note((error.name,), f"the variable holds no value of its kind: {error}", place="env")
+            what = 'must be JSON, such as ["…"] for a list or {"…": "…"} for a table'
+            self._note((), what, place=f"env {error.name}")
             return {}
         self._variables |= variables
         return values
