@@ -517,6 +517,14 @@ def test_keys_in_every_shape_are_found() -> None:
     assert found["d", 1, "e", "g.h", 1, "i"] == 10
 
 
+@pytest.mark.parametrize("key", ['"\\U0001F600"', '"a\tb"', "'a\"b'", '"\\""', '""'])
+def test_a_key_is_found_however_toml_writes_it(key: str) -> None:
+    """The scanner took a key in quotes for JSON, which has other escapes and no tab."""
+    text = f"[streams.shop.keys]\n{key} = ['id']\n"
+    (name,) = tomllib.loads(text)["streams"]["shop"]["keys"]
+    assert key_lines(text)["streams", "shop", "keys", name] == 2
+
+
 def test_shards_and_types_are_given_to_tables_by_the_rule_of_names(tmp_path: Path) -> None:
     """Only lower-case names with their schema and without quotes were found; the others were on shard 0, silently."""
     keys = ['public."Big"', "orders", "Public.Clicks"]

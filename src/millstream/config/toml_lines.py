@@ -7,8 +7,8 @@ validates nothing.
 
 from __future__ import annotations
 
-import json
 import re
+import tomllib
 from typing import Final
 
 KeyPath = tuple[str | int, ...]
@@ -71,8 +71,7 @@ class _Scanner:
             self._skip(_SPACE)
             quote = self._text[self._at]
             if quote in "\"'":
-                raw = self._string()
-                parts.append(json.loads(raw) if quote == '"' else raw[1:-1])
+                parts.append(next(iter(tomllib.loads(f"{self._string()} = 0"))))
             else:
                 found = _BARE.match(self._text, self._at)
                 assert found is not None, "tomllib has accepted the text"
