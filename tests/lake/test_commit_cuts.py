@@ -67,6 +67,21 @@ def test_a_repeated_or_older_cut_adds_nothing(layout: LakeLayout):
     assert DeltaTable(layout.commits_path).to_pyarrow_dataset().count_rows() == 1
 
 
+@pytest.mark.parametrize("tables", [1, 40])
+def test_a_cut_names_the_tables_that_it_leaves_out_until_a_later_one_has_them(layout: LakeLayout, tables: int):
+    """In full rows, and in those that build on one; a rebuilt table changes nothing of it."""
+    all_of_them = [landed(f"s.t{number}", "history", 1, 1, number) for number in range(1, tables + 1)]
+    commit_cut(layout, Seq(1), all_of_them, committed_at=NOON, held={TableId(90): Seq(0)})
+    for n in (2, 3):
+        held = {TableId(90): Seq(0), TableId(1): Seq(1)}
+        cut = commit_cut(layout, Seq(n), [landed("s.t1", "current", n, 1)], committed_at=NOON, held=held)
+        assert last_cut(layout) == cut
+        assert commit_cut(layout, Seq(n), [landed("s.t1", "scd2", n, 1)], committed_at=NOON).held == held
+    done = commit_cut(layout, Seq(3), [], committed_at=NOON, held={})
+    assert (last_cut(layout), done.held, len(done.tables)) == (done, {}, tables)
+    assert commit_cut(layout, Seq(3), [], committed_at=NOON) == done
+
+
 def test_commit_times_never_run_backward(layout: LakeLayout):
     hour = timedelta(hours=1)
     commit_cut(layout, Seq(1), [], committed_at=NOON, commit_ts_max=NOON)

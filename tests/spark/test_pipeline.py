@@ -236,6 +236,31 @@ def test_a_table_that_fails_is_quarantined_alone_and_catches_up_once_mended(
     bad.check(home.path)
 
 
+def test_a_lake_put_back_gets_what_a_table_lacked_that_was_quarantined_then(
+    home: Home, spark_options: SparkOptions
+) -> None:
+    """Only the catalog had it, which had forgotten it by then: the rows were missing for ever, without a word."""
+    [good, bad] = two_tables(home)
+    write(home, [good, bad])
+    config = config_of(home.path, home.stream, spark_options)
+    lake = home.path / "lake"
+    foreign = lake / "shop" / "history" / "public.parts"
+    write_deltalake(str(foreign), pa.table({"a": [1]}))
+    assert list(drain(config, home.catalog).quarantined) == ["public.parts"]
+    shutil.rmtree(foreign)
+    shutil.copytree(lake, home.path / "backup")
+    assert drain(config, home.catalog).quarantined == {}
+    bad.check(home.path)
+
+    shutil.rmtree(lake)
+    (home.path / "backup").rename(lake)
+    write(home, [good, bad])
+    assert drain(config, home.catalog).quarantined == {}
+    good.check(home.path)
+    bad.check(home.path)
+    assert set(home.catalog.needed_from(home.stream)) == {"lake"}
+
+
 def test_a_drain_ends_a_long_pause_between_batches(home: Home, spark_options: SparkOptions) -> None:
     landed = threading.Event()
     table = home.table("public.t", id=pa.int64())

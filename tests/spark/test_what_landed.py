@@ -102,6 +102,12 @@ class Histories:
         self.upto = dict.fromkeys(IDS, 0)
         self.failing: set[int] = set()
 
+    def copy(self) -> Histories:
+        made = Histories()
+        made.rows = {table: list(numbers) for table, numbers in self.rows.items()}
+        made.upto = dict(self.upto)
+        return made
+
     def append(self, table: int, numbers: list[int], upto: Seq) -> None:
         self.rows[table] += [number for number in numbers if number > self.upto[table]]
         self.upto[table] = max(self.upto[table], upto)
@@ -255,29 +261,43 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     def restart(self, writes: int | None) -> None:
         self.mortal(self.start, writes)
 
-    @precondition(lambda self: not self.pipeline_tables.quarantine.tables)
-    @rule(operations=st.lists(OPERATION, min_size=1, max_size=4), writes=WRITES)
-    def set_the_lake_back(self, operations: list[list[tuple[int, int]]], writes: int | None) -> None:
-        """While nothing runs, replace the lake by a copy from before some batches."""
-        lake, copy = self.home / "lake", self.home / "copy"
-        if lake.is_dir():
-            shutil.copytree(lake, copy)
-        kept = Histories()
-        kept.rows = {table: list(numbers) for table, numbers in self.histories.rows.items()}
-        kept.upto = dict(self.histories.upto)
+    @rule(operations=st.lists(OPERATION, min_size=1, max_size=4), mended=st.booleans(), writes=WRITES)
+    def set_the_lake_back(self, operations: list[list[tuple[int, int]]], mended: bool, writes: int | None) -> None:
+        """While nothing runs, replace the lake by a copy from before some batches, and before quarantined tables went on."""
+        lake = self.keep_the_lake()
+        kept = self.histories.copy()
         self.append(operations)
         self.land_all()
-        shutil.rmtree(lake, ignore_errors=True)
-        if copy.is_dir():
-            copy.rename(lake)
-        kept.failing = self.histories.failing
-        self.histories = kept
+        if mended:
+            self.mend_all()
+        self.put_the_lake_back(lake, kept)
         # Before the process's first write only the lake knows its position: retention may drop records until
         # then.
         self.mortal(self.start, None if writes is None else writes + 1)
         self.retain()
         self.land(writes)
         self.retain()
+
+    def keep_the_lake(self) -> Path:
+        copy = self.home / "copy"
+        if (self.home / "lake").is_dir():
+            shutil.copytree(self.home / "lake", copy)
+        return copy
+
+    def put_the_lake_back(self, copy: Path, histories: Histories) -> None:
+        shutil.rmtree(self.home / "lake", ignore_errors=True)
+        if copy.is_dir():
+            copy.rename(self.home / "lake")
+        histories.failing = self.histories.failing
+        self.histories = histories
+
+    def mend_all(self) -> None:
+        """Let all quarantined tables catch up."""
+        self.histories.failing.clear()
+        for table in list(self.pipeline_tables.quarantine.tables):
+            QuarantineFacts(self.catalog, self.config.stream_id, self.config.pipeline).request_retry(table)
+        self.lander.retry_held()
+        assert not self.pipeline_tables.quarantine.tables
 
     def land_all(self) -> None:
         while self.pipeline_tables.cut is None or self.pipeline_tables.cut.n < self.writer.persisted_upto():
@@ -330,6 +350,30 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         assert position.name == "lake"
         oldest = oldest_sealed(str(self.config.wal_folder))
         assert oldest is None or oldest.last_seq >= self.appended[1][-1]
+
+
+def test_a_table_whose_records_are_gone_stays_quarantined_and_holds_no_other_up() -> None:
+    """A lake was put back from before the table had caught up, and retention had dropped what it lacks."""
+    life = LifeOfAPipeline()
+    try:
+        life.land_a_table_that_fails(2, 3, None)
+        life.append([[(1, 3)]] * 200)
+        life.land_all()
+        lake, kept = life.keep_the_lake(), life.histories.copy()
+        life.mend_all()
+        life.retain()
+        life.put_the_lake_back(lake, kept)
+        life.start()
+        (held,) = life.pipeline_tables.quarantine.tables.values()
+        assert (held.table_id, held.code) == (2, "offset_expired")
+        life.append([[(1, 1), (2, 1)]])
+        life.land_all()
+        assert life.histories.rows[1] == life.appended[1]
+        assert life.histories.rows[2] == []
+    finally:
+        life.writer.close()
+        life.catalog.close()
+        shutil.rmtree(life.home)
 
 
 TestLifeOfAPipeline = pytest.mark.long(LifeOfAPipeline.TestCase)

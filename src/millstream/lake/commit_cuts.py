@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import pyarrow as pa
@@ -42,6 +43,8 @@ CUT_SCHEMA: Final = pa.schema(
     ]
 )
 _TEXT: Final = "tables"
+_HELD: Final = "~held"
+"""The key of the quarantined tables among folders, which have a dot in their names or begin with `_`."""
 _STATE: Final = "state"
 _WITH_SNAPSHOTS: Final = pa.schema(
     [
@@ -96,6 +99,8 @@ class Cut:
     """The greatest commit time of this and all earlier cuts."""
     tables: Mapping[str, CutTable] = field(default_factory=dict)
     """Tables by folder name."""
+    held: Mapping[TableId, Seq] = field(default_factory=dict)
+    """Tables that were quarantined, with each one's landed position. A lake in PostgreSQL has them apart."""
 
 
 def cut_schema(layout: LakeLayout) -> pa.Schema:
@@ -115,6 +120,7 @@ def commit_cut(
     *,
     committed_at: datetime,
     commit_ts_max: datetime | None = None,
+    held: Mapping[TableId, Seq] | None = None,
 ) -> Cut:
     """Commit that every table has everything up to `n`; return the cut, or the later one that is already there.
 
@@ -123,6 +129,8 @@ def commit_cut(
         commits: the results of writes since the last cut, folds included; other tables are unchanged.
         committed_at: now, with a time zone; a later cut at one position has the first one's.
         commit_ts_max: the greatest commit time of the batch, if it had any.
+        held: tables that are quarantined, with each one's landed position: a lake that is put back later still says what it
+            lacks. None: those of the last cut.
 
     Raises:
         LakeConflict: another driver committed a cut first.
@@ -143,18 +151,20 @@ def commit_cut(
     found = _read_last(layout, opened)
     last = None if found is None else found.cut
     tables = merged({} if last is None else last.tables, commits)
-    if last is not None and (last.n > n or (last.n == n and tables == last.tables)):
+    if held is None:
+        held = {} if last is None else last.held
+    if last is not None and (last.n > n or (last.n == n and (tables, held) == (last.tables, last.held))):
         return last
     if last is not None and last.n == n:
         committed_at = last.committed_at
     times = [time for time in (commit_ts_max, None if last is None else last.commit_ts_max) if time is not None]
-    cut = Cut(1 if last is None else last.number + 1, n, committed_at, max(times, default=None), tables)
+    cut = Cut(1 if last is None else last.number + 1, n, committed_at, max(times, default=None), tables, held)
     base, text = cut.number, ""
     if found is not None:
-        text = _changes(found.full, tables)
+        text = _changes(found.full, cut)
         base = found.base
     if found is None or len(text) * (cut.number - base) >= found.full_bytes:
-        base, text = cut.number, encode_tables(tables)
+        base, text = cut.number, encode_tables(tables, held)
     row: dict[str, list[Any]] = {
         "number": [cut.number],
         "n": [int(n)],
@@ -396,14 +406,15 @@ def _row(layout: LakeLayout, opened: OpenTable, number: int) -> _Row:
     row = _raw_row(layout, opened, number)
     column = text_column(layout)
     text = row[column] if row["base"] == number else _raw_row(layout, opened, row["base"])[column]
-    full = decode_tables(text)
+    full, held = _decoded(text)
     tables = full
     if row["base"] != number:
         changes = json.loads(row[column])
+        held = _held(changes)
         gone = {folder for folder, facts in changes.items() if facts is None}
         tables = {folder: table for folder, table in full.items() if folder not in gone}
         tables |= {folder: _table(facts) for folder, facts in changes.items() if facts is not None}
-    cut = Cut(row["number"], Seq(row["n"]), row["committed_at"], row["commit_ts_max"], tables)
+    cut = Cut(row["number"], Seq(row["n"]), row["committed_at"], row["commit_ts_max"], tables, held)
     return _Row(cut, row["base"], full, len(text))
 
 
@@ -451,21 +462,37 @@ def _read_last(layout: LakeLayout, opened: OpenTable) -> _Row | None:
     return row
 
 
-def encode_tables(tables: Mapping[str, CutTable]) -> str:
-    """Return a cut's tables as text."""
-    return _text({folder: _facts(table) for folder, table in sorted(tables.items())})
+def encode_tables(tables: Mapping[str, CutTable], held: Mapping[TableId, Seq] = MappingProxyType({})) -> str:
+    """Return a cut's tables as text, with those that are quarantined."""
+    return _text({folder: _facts(table) for folder, table in sorted(tables.items())} | _held_facts(held))
+
+
+def decode_tables(text: str) -> Mapping[str, CutTable]:
+    """Parse the tables of such a text."""
+    return _decoded(text)[0]
 
 
 @lru_cache(maxsize=4)
-def decode_tables(text: str) -> Mapping[str, CutTable]:
-    """Parse the tables of such a text. The last texts are remembered: successive cuts have one full row in common."""
-    return {folder: _table(facts) for folder, facts in json.loads(text).items()}
+def _decoded(text: str) -> tuple[Mapping[str, CutTable], Mapping[TableId, Seq]]:
+    """Parse such a text. The last texts are remembered: successive cuts have one full row in common."""
+    found = json.loads(text)
+    held = _held(found)
+    return {folder: _table(facts) for folder, facts in found.items()}, held
 
 
-def _changes(full: Mapping[str, CutTable], tables: Mapping[str, CutTable]) -> str:
-    """Return the tables that differ from those of a full row; a table that is no longer there is null."""
-    changed: dict[str, Any] = {f: _facts(t) for f, t in tables.items() if full.get(f) != t}
-    return _text(changed | dict.fromkeys(full.keys() - tables.keys()))
+def _held(facts: dict[str, Any]) -> Mapping[TableId, Seq]:
+    """Take the quarantined tables out of a parsed text."""
+    return {TableId(int(table)): Seq(after) for table, after in facts.pop(_HELD, {}).items()}
+
+
+def _held_facts(held: Mapping[TableId, Seq]) -> dict[str, Any]:
+    return {_HELD: {str(int(table)): int(after) for table, after in sorted(held.items())}} if held else {}
+
+
+def _changes(full: Mapping[str, CutTable], cut: Cut) -> str:
+    """Return the tables that differ from those of a full row, with those that are quarantined; a table that is no longer there is null."""
+    changed: dict[str, Any] = {f: _facts(t) for f, t in cut.tables.items() if full.get(f) != t}
+    return _text(changed | dict.fromkeys(full.keys() - cut.tables.keys()) | _held_facts(cut.held))
 
 
 def _text(facts: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from millstream import failpoints, process_metrics
 from millstream.catalog import Catalog
 from millstream.catalog.lake_state import forget_lake_state
 from millstream.catalog.pipeline_tables import QuarantinedTable
-from millstream.errors import LakeUnavailable, may_pass
+from millstream.errors import LakeUnavailable, OffsetExpired, may_pass
 from millstream.lake.layout import TableCommit
 from millstream.lake.table_renames import PackedPlaces, places_of
 from millstream.model.ids import SchemaVersion, TableId
@@ -133,7 +133,13 @@ class BatchLander:
         upto = self.pipeline_tables.cut.n if self.pipeline_tables.cut is not None else held.after
         after = held.after
         while after < upto:
-            end = min(upto, self.log.cut(after, bytes_max=self.config.batch_bytes_max))
+            try:
+                end = min(upto, self.log.cut(after, bytes_max=self.config.batch_bytes_max))
+            except OffsetExpired as error:  # of a lake that was put back: the log has what the other tables lack
+                what = f"the log begins at {self.log.first_seq()}, and the table is at {after}: its records between are gone"
+                hint = "Restore the lake from a newer backup, or the log from an older one."
+                self._hold(held.table_id, after, TableError(error.code, what, hint, error.retry))
+                return
             if end <= after:
                 break
             landed = self._run(after, end, frozenset(), only=frozenset({held.table_id}))

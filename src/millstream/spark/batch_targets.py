@@ -65,8 +65,9 @@ class LakeOfFiles:
         return commit_cuts.last_cut(self.layout)
 
     def held(self) -> dict[TableId, Seq]:
-        """Return the tables that a database recorded as quarantined at the last cut, with each one's landed position."""
-        return {}
+        """Return the tables that the last cut left out because they were quarantined, with each one's landed position."""
+        cut = self.last_cut()
+        return {} if cut is None else dict(cut.held)
 
     def commit_cut(
         self,
@@ -75,11 +76,11 @@ class LakeOfFiles:
         *,
         committed_at: datetime,
         commit_ts_max: datetime | None,
-        held: Mapping[TableId, Seq],  # noqa: ARG002 - the catalog has it
+        held: Mapping[TableId, Seq],
     ) -> Cut:
         """Commit that every table has everything up to `n`, except those held: `lake.commit_cuts.commit_cut`."""
         return commit_cuts.commit_cut(
-            self.layout, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max
+            self.layout, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max, held=held
         )
 
     def land(

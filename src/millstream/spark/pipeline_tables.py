@@ -145,15 +145,27 @@ class PipelineTables:
                         last.changed_us,
                     )
         self._drop_ended_failures()
-        for table_id, after in config.target.held().items() if self.cut is not None else ():
-            if table_id not in self.quarantine.tables:
-                # Restored from a backup that was made while the table was quarantined: it lacks what
-                # has landed since.
-                name = self.tables[table_id].name if table_id in self.tables else f"table {table_id}"
-                reason = f"it was quarantined when the destination was as it is now, and lacks what came behind {after}"
-                hint = "Wait: the pipeline tries it again."
-                lacking = QuarantinedTable(table_id, name, after, reason, "restored", hint)
-                self.quarantine.add(lacking, retry_at_once=True)
+        if self.cut is not None:
+            self._take_held(config.target.held())
+
+    def _take_held(self, held: Mapping[TableId, Seq]) -> None:
+        """Quarantine the tables that the destination says it lacks records of, and the catalog doesn't.
+
+        It was restored from a backup that was made while they were quarantined, or is in use again after another one.
+        """
+        known = {table_id: table.after for table_id, table in self.quarantine.tables.items()}
+        lacking = {table_id: after for table_id, after in held.items() if after < known.get(table_id, Seq(after + 1))}
+        if lacking:
+            # Until `claim`, retention keeps everything: what a table needs can't go down in one step.
+            self._catalog.release(self._config.stream_id, self._config.pipeline)
+        for table_id, after in lacking.items():
+            if table_id in known:
+                self.quarantine.let_go(table_id)
+            name = self.tables[table_id].name if table_id in self.tables else f"table {table_id}"
+            reason = f"it was quarantined when the destination was as it is now, and lacks what came behind {after}"
+            hint = "Wait: the pipeline tries it again."
+            table = QuarantinedTable(table_id, name, after, reason, "restored", hint)
+            self.quarantine.add(table, retry_at_once=True)
 
     def _entry(self, table_id: TableId, name: str = "") -> PipelineTable:
         """Return the table's entry, made if it is new."""
