@@ -224,6 +224,35 @@ def test_a_table_that_cannot_land_there_waits_for_its_retry_and_the_others_go_on
         assert there.execute("SELECT record_pk FROM public_changes.blocked ORDER BY seq").fetchall() == [("1",), ("2",)]
 
 
+@pytest.mark.usefixtures("spark")
+def test_a_view_that_is_added_later_waits_for_a_copy_and_other_tables_go_on(
+    tmp_path: Path, postgres: Database, destination: Database
+) -> None:
+    """`current` had the rows that changed since, and nothing said so."""
+    source = postgres.connect()
+    source.execute("CREATE TABLE orders (id bigint PRIMARY KEY, note text)")
+    source.execute("INSERT INTO orders VALUES (1, 'copied'), (2, 'copied')")
+    home = Home(tmp_path / "shop", postgres.dsn, slot="views")
+    home.init()
+    home.set_lake(lake_in(destination, 'views = ["changes"]\n'))
+    assert home.caught_up_here() == {}
+    home.set_lake(lake_in(destination))
+    source.execute("UPDATE orders SET note = 'changed' WHERE id = 1; CREATE TABLE later (id int PRIMARY KEY)")
+    source.execute("INSERT INTO later VALUES (1)")
+    for _ in range(2):
+        ((name, reason),) = home.caught_up_here().items()
+        assert (name, "`current` lacks records" in reason) == ("public.orders", True)
+    (state,) = [t for t in home.status()["streams"][0]["tables"] if t["name"] == "public.orders"]
+    assert state["state"] == "quarantined"
+    with destination.connect() as there:
+        assert (to_number(there, "public.later"), to_number(there, "public.orders")) == (1, -1)
+        home.command("tables", "copy", "public.orders")
+        assert home.caught_up_here() == {}
+        assert there.execute("SELECT * FROM public.orders ORDER BY id").fetchall() == [(1, "changed"), (2, "copied")]
+        ops = there.execute("SELECT op FROM public_changes.orders ORDER BY seq").fetchall()
+        assert "".join(op for (op,) in ops) == "rrutrr"
+
+
 def to_number(there: psycopg.Connection[Any], table: str) -> int:
     """Return the row count of a table with a column `id`; -1 if the table doesn't exist."""
     found = there.execute(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import psycopg
@@ -21,7 +21,8 @@ from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.postgres.cuts import commit_cut, held_there, last_cut
 from millstream.lake.postgres.events import in_order
 from millstream.lake.postgres.land import LandedTable, Loaded, begin, land, look
-from millstream.lake.postgres.target import PostgresTarget
+from millstream.lake.postgres.target import PostgresTarget, TargetView
+from millstream.lake.postgres.view_gaps import lacking
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableSchema
@@ -119,6 +120,51 @@ def test_events_and_rows_are_there_once_whatever_is_landed_again(
         (5, "d", "2", "0/C8", 2, None, None, 5),
     ]
     assert asked(f"SELECT id, total::text, note FROM {ROWS}") == [(1, "3", "x")]
+
+
+@pytest.mark.parametrize("view", ["current", "changes"])
+def test_a_view_that_was_left_out_for_a_while_gets_nothing_until_it_can_be_complete(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any], view: TargetView
+) -> None:
+    """It went on as if nothing had landed without it: rows that a reader saw were old, and events were missing."""
+    ids, other = [table.table_id], "changes" if view == "current" else "current"
+    without = replace(target, views=(cast("TargetView", other),))
+    landed(target, table, 2, records(table, ("c", 1, {"id": 1, "total": "1"}), ("c", 2, {"id": 2})))
+    begin(without, [table])
+    assert lacking(target, ids, without_rows=()) == {}, "nothing has landed without it so far"
+    landed(without, table, 4, records(table, ("u", 3, {"id": 1, "total": "2"}), ("d", 4, {"id": 2})))
+    assert lacking(without, ids, without_rows=()) == {}
+    begin(target, [table])
+    assert lacking(target, ids, without_rows=()) == {table.table_id: (4, view)}
+    landed(target, table, 5, records(table, ("c", 5, {"id": 3})))
+    assert lacking(target, ids, without_rows=()) == {table.table_id: (5, view)}
+    rows, events = asked(f"SELECT count(*) FROM {ROWS}"), asked(f"SELECT count(*) FROM {EVENTS}")
+    assert (rows, events) == (([(2,)], [(5,)]) if view == "current" else ([(2,)], [(2,)]))
+    copied = [("t", 6, {}), ("r", 7, {"id": 1, "total": "2"}), ("r", 8, {"id": 3})]
+    landed(target, table, 8, records(table, *copied))
+    landed(target, table, 9, records(table, ("c", 9, {"id": 4})))
+    assert lacking(target, ids, without_rows=()) == {}
+    assert asked(f"SELECT id, total::text FROM {ROWS} ORDER BY id") == [(1, "2"), (3, None), (4, None)]
+    assert asked(f"SELECT array_agg(log_seq ORDER BY seq) FROM {EVENTS} WHERE log_seq > 5") == [([6, 7, 8, 9],)]
+
+
+def test_rows_that_are_asked_for_later_begin_with_a_copy(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    """They were those that changed since: a server that was too old for `current` was upgraded, for example."""
+    ids, without = [table.table_id], replace(target, views=("changes",))
+    for _ in range(2):
+        begin(without, [table])
+    landed(without, table, 1, records(table, ("c", 1, {"id": 1})))
+    begin(target, [table])
+    assert lacking(target, ids, without_rows=()) == {table.table_id: (1, "current")}
+    assert lacking(target, ids, without_rows=ids) == lacking(target, [], without_rows=()) == {}
+    landed(target, table, 2, records(table, ("c", 2, {"id": 2})))
+    assert asked("SELECT to_regclass(%s) IS NULL", ROWS) == [(True,)]
+    landed(target, table, 4, records(table, ("c", 3, {"id": 3}), ("t", 4, {})), records(table, ("r", 5, {"id": 2})))
+    assert lacking(target, ids, without_rows=()) == {}
+    landed(target, table, 5, records(table, ("r", 5, {"id": 2})))
+    assert asked(f"SELECT id FROM {ROWS}") == [(2,)]
 
 
 def test_a_row_of_json_is_a_row_of_the_table(

@@ -18,6 +18,7 @@ from pyspark import SparkContext
 from tests.spark.hand_made import Home, insert
 from tests.spark.lake_run import config_of
 
+from millstream.catalog import TableState
 from millstream.catalog.pipeline_tables import FoldFailures, LastFigures, QuarantinedTable, TableFigures
 from millstream.errors import CatalogError, LakeError, LakeUnavailable, Retry, TokenFromFuture
 from millstream.lake.commit_cuts import Cut, CutTable
@@ -45,6 +46,7 @@ class SinkInMemory:
         self._home = home
         self.cut: Cut | None = None
         self.told: dict[TableId, Seq] = {}
+        self.lacks: dict[TableId, Seq] = {}
         self.holders: set[str] = set()
 
     @property
@@ -59,6 +61,11 @@ class SinkInMemory:
 
     def held(self) -> dict[TableId, Seq]:
         return self.told
+
+    def lacking(
+        self, tables: Collection[TableId], *, without_rows: Collection[TableId]
+    ) -> dict[TableId, tuple[Seq, str]]:
+        return {table: (n, "current") for table, n in self.lacks.items() if table in {*tables} - {*without_rows}}
 
     def commit_cut(
         self,
@@ -224,6 +231,19 @@ def test_a_sink_restored_from_a_backup_of_then_has_the_table_caught_up_again(hom
     sink.cut, sink.told = backup
     restored = tables_of(home, sink)
     assert [(table.table_id, table.after) for table in restored.quarantine.retries_due()] == [(ASIDE, 3)]
+
+
+def test_a_table_with_a_view_that_lacks_records_is_quarantined_unless_a_copy_is_under_way(
+    home: Home, sink: SinkInMemory
+) -> None:
+    names = ["asked", "copying", "alike"]
+    tables = {name: home.table(name, id=pa.int32()).table_id for name in names}
+    sink.cut = Cut(1, Seq(9), datetime.now(UTC), None)
+    sink.lacks = {tables["asked"]: Seq(4), tables["copying"]: Seq(9)}
+    home.catalog.set_state(tables["copying"], TableState.COPY_REQUESTED)
+    (held,) = tables_of(home, sink).quarantine.retries_due()
+    assert (held.table_id, held.after, held.code) == (tables["asked"], 4, "lake_view_incomplete")
+    assert held.hint == "Run `millstream tables copy public.asked`."
 
 
 def opened_again(home: Home) -> Home:

@@ -31,6 +31,12 @@ class LakeError(MillstreamError):
             "A lake table can't follow a schema change; details: table, column.",
             Retry.OPERATOR,
         ),
+        "lake_view_incomplete": Code(
+            "A view of a table in PostgreSQL lacks records: `views` in [streams.S.lake] hadn't the view while they landed. The table "
+            "waits.",
+            Retry.OPERATOR,
+            "Run `millstream tables copy T`.",
+        ),
         "lake_in_database": Code(
             "The command works on lakes of files, and the stream's tables are in PostgreSQL.",
             Retry.OPERATOR,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pyspark import SparkContext
@@ -149,6 +149,12 @@ class BatchLander:
             self.pipeline_tables.appended(landed.commits.values(), landed.versions, landed.newest_us)
             self.pipeline_tables.commit(None, landed.commits.values())
             after = end
+        lacking = next((t for t in self.pipeline_tables.lacking() if t.table_id == held.table_id), None)
+        if lacking is not None:
+            # Its other views go on at each call, and a copy in the log ends it.
+            still = replace(lacking, after=max(after, lacking.after))
+            self.pipeline_tables.quarantine.add(still, retry_at_once=True)
+            return
         self.pipeline_tables.release(held.table_id)
 
     def _land(self, after: Seq, upto: Seq) -> bool:

@@ -21,7 +21,7 @@ from millstream.lake import commit_cuts
 from millstream.lake.commit_cuts import Cut
 from millstream.lake.history import WrittenRecords, commit_records
 from millstream.lake.layout import LakeLayout, TableCommit
-from millstream.lake.postgres import cuts
+from millstream.lake.postgres import cuts, view_gaps
 from millstream.lake.postgres.land import begin
 from millstream.lake.postgres.target import PostgresTarget
 from millstream.model.ids import TableId
@@ -68,6 +68,15 @@ class LakeOfFiles:
         """Return the tables that the last cut left out because they were quarantined, with each one's landed position."""
         cut = self.last_cut()
         return {} if cut is None else dict(cut.held)
+
+    def lacking(
+        self,
+        tables: Collection[TableId],  # noqa: ARG002 - folds build a view from all of history
+        *,
+        without_rows: Collection[TableId],  # noqa: ARG002
+    ) -> dict[TableId, tuple[Seq, str]]:
+        """Return the tables with a view that lacks records of those that have landed: their positions, and the view."""
+        return {}
 
     def commit_cut(
         self,
@@ -165,6 +174,11 @@ class LakeDatabase:
 
     def held(self) -> dict[TableId, Seq]:
         return cuts.held_there(self.target)
+
+    def lacking(
+        self, tables: Collection[TableId], *, without_rows: Collection[TableId]
+    ) -> dict[TableId, tuple[Seq, str]]:
+        return dict(view_gaps.lacking(self.target, tables, without_rows=without_rows))
 
     def commit_cut(
         self,

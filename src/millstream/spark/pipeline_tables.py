@@ -15,21 +15,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 from millstream import process_metrics
 from millstream.backoff import Backoff
-from millstream.catalog import Catalog
+from millstream.catalog import Catalog, TableState
 from millstream.catalog.pipeline_tables import FoldFailures, LastFigures, QuarantinedTable, TableFigures
 from millstream.errors import CatalogError
 from millstream.lake.commit_cuts import Cut, CutTable
-from millstream.lake.layout import TableCommit, View
+from millstream.lake.layout import TableCommit, View, has_current
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.rates import Rate
 from millstream.model.schema import TableSchema
 from millstream.protocol.retention import HolderKind
 from millstream.spark.batch_targets import LakeOfFiles
+from millstream.spark.complete_copies import COPYING
 from millstream.spark.executor_tasks import MaintenanceAnswer, TableError
 from millstream.spark.fold_schedule import FoldHistory
 from millstream.spark.pipeline import PipelineConfig, TableProgress
@@ -147,6 +149,29 @@ class PipelineTables:
         self._drop_ended_failures()
         if self.cut is not None:
             self._take_held(config.target.held())
+            for incomplete in self.lacking():
+                if incomplete.table_id not in self.quarantine.tables:
+                    self.quarantine.add(incomplete, retry_at_once=True)
+
+    def lacking(self) -> list[QuarantinedTable]:
+        """Return the tables with a view that was added to the configuration after records had landed without it."""
+        stream = self._config.stream_id
+        states = {t: state for t, state in self._catalog.states(stream).items() if state not in COPYING}
+        schemas = self._catalog.latest_schemas(stream)
+        without_rows = {
+            t
+            for t, s in states.items()
+            if s is TableState.HISTORY_ONLY or t not in schemas or not has_current(schemas[t])
+        }
+        found = []
+        for table_id, (n, view) in self._config.target.lacking(states.keys(), without_rows=without_rows).items():
+            name = schemas[table_id].full_name if table_id in schemas else f"table {table_id}"
+            reason = f"the view `{view}` lacks records: `views` had it not while the table landed up to {n}"
+            hint = f"Run `millstream tables copy {quote(name)}`."
+            if table_id in schemas and schemas[table_id].source == 0:
+                hint = f"Take `{view}` out of `views` in [streams.{self._config.stream}.lake]: what applications write can't be copied."
+            found.append(QuarantinedTable(table_id, name, n, reason, "lake_view_incomplete", hint))
+        return found
 
     def _take_held(self, held: Mapping[TableId, Seq]) -> None:
         """Quarantine the tables that the destination says it lacks records of, and the catalog doesn't.

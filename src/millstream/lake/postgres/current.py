@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 MERGE_VERSION_MIN: Final = 150000
 _TELLS_VERSION_MIN: Final = 160000
 """From this version on a server can report whether a type accepts a text (pg_input_is_valid)."""
-_LAYOUT: Final = 1
+LAYOUT: Final = 1
+"""Layout of tables of rows."""
 _LINES: Final = 8192
 
 # Built-in, and yet text: they name objects of their own database, can't be inserted, or need a
@@ -149,7 +150,7 @@ def merge_current(
     ours = tuple(wanted)
     if owner is None or (owner.columns, owner.key) != (ours, schema.key):
         own_tables.register(
-            connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, key=schema.key
+            connection, target, place, int(schema.table_id), layout=LAYOUT, columns=ours, key=schema.key
         )
     _TargetTable(connection, place, wanted, schema.key, EXACT.name in have, copying).put(folded)
 

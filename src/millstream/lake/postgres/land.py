@@ -17,11 +17,14 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.errors import LakeError, MillstreamError
 from millstream.lake.layout import TableCommit, folder_of, has_current
+from millstream.lake.postgres.current import LAYOUT as ROWS_LAYOUT
 from millstream.lake.postgres.current import check_can_merge, merge_current
+from millstream.lake.postgres.events import LAYOUT as EVENTS_LAYOUT
 from millstream.lake.postgres.events import append_events, bring_up_all, ensure_events
 from millstream.lake.postgres.own_tables import place_of, prepare
-from millstream.lake.postgres.target import PostgresTarget, translate, translated
+from millstream.lake.postgres.target import PostgresTarget, TargetView, translate, translated
 from millstream.lake.postgres.texts import Versioned
+from millstream.lake.postgres.view_gaps import is_complete, is_emptied, lacks_records, leave_behind, mark_stream
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind, TableSchema
@@ -121,6 +124,8 @@ def begin(target: PostgresTarget, schemas: Iterable[TableSchema], sources: Colle
         check_is_another(connection, target, sources)
         check_can_merge(connection, target)
         prepare(connection, target.place)
+        with translated(target.place):
+            mark_stream(connection, target)
         if "changes" in target.views:
             bring_up_all(connection, target, [schema for schema in schemas if schema.kind is not TableKind.RAW])
 
@@ -243,11 +248,21 @@ def _land_one(
     if "current" in target.views and table_id not in history_only:
         _check_names(target, schema, loaded.batches, stands)
     rows = sum(batch.num_rows for _, batch in batches)
-    if batches and "changes" in target.views:
+    begins_anew = is_emptied(batches)
+
+    def takes(view: TargetView) -> bool:
+        return begins_anew or not lacks_records(connection, target, view, table_id, stands)
+
+    if batches:
+        leave_behind(connection, target, table_id)
+    if batches and "changes" in target.views and takes("changes"):
         append_events(connection, ensure_events(connection, target, schema), batches)
-    if has_rows and (batches or fills):
+        is_complete(connection, target, "changes", table_id, EVENTS_LAYOUT)
+    if has_rows and (batches or fills) and takes("current"):
         merge_current(connection, target, schema, batches, copying=table_id in copying, live=live)
-    if upto > stands:
+        is_complete(connection, target, "current", table_id, ROWS_LAYOUT)
+    # A definition alone leaves the table without a position, as it leaves its views without tables.
+    if upto > stands and (batches or stands):
         connection.execute(
             "INSERT INTO millstream_lake.positions VALUES (%s, %s, %s, %s) ON CONFLICT (stream, pipeline, table_id) "
             "DO UPDATE SET n = excluded.n",

@@ -67,6 +67,12 @@ def prepare(connection: Connection, place: str) -> None:
         )
 
 
+def is_missing(connection: Connection) -> bool:
+    """Return whether a destination has none of these tables."""
+    row = connection.execute("SELECT to_regclass('millstream_lake.tables') IS NULL").fetchone()
+    return row is None or bool(row[0])
+
+
 def short(name: str) -> str:
     """Return a name that PostgreSQL doesn't truncate: a name that is too long ends in a hash of the whole."""
     encoded = name.encode()
