@@ -225,6 +225,30 @@ def test_a_mistake_names_file_line_key_and_what_is_allowed(
 
 
 @pytest.mark.parametrize(
+    ("dsn", "clashes"),
+    [
+        ("postgresql://b:other@h/d", True),
+        ("postgres://a@h:5432/d?sslmode=require", True),
+        ("host=h dbname=d user=b", True),
+        ("postgresql://a@h:5433/d", False),
+        ("postgresql://a@i/d", False),
+        ("service=shop", False),
+        ("host=h dbname='d", False),
+    ],
+)
+def test_two_streams_of_one_database_need_two_slots_however_their_dsns_are_written(
+    tmp_path: Path, dsn: str, clashes: bool
+) -> None:
+    """Only the same text was noticed: whichever stream came first took the changes from the other one."""
+    text = "[streams.{}.source]\ndsn = {}\nslot = 's'\n"
+    file = text.format("x", "'postgresql://a:${SHOP_PASSWORD}@h/d'") + text.format("y", json.dumps(dsn))
+    if clashes:
+        assert "streams.y.source.slot: stream x uses the slot s" in mistake(tmp_path, file).message
+        file = file.replace("slot = 's'", "slot = 't'", 1)
+    assert len(load(tmp_path, file).config.streams) == 2
+
+
+@pytest.mark.parametrize(
     "master",
     ["local", "local[*]", "local[2]", "local[*, 4]", "spark://a:7077,[::1]:7077", "yarn", "k8s://https://h:6443"],
 )

@@ -18,7 +18,7 @@ from millstream.config.rule_checks import Clash
 from millstream.config.serving_model import HttpConfig
 from millstream.config.toml_lines import KeyPath
 from millstream.errors import DeliveryError, MillstreamError, UsageError
-from millstream.libpq import is_address
+from millstream.libpq import describe_parameters, is_address, parse_address
 from millstream.model.addresses import MASK, is_brokers, mask_address, split_url
 from millstream.model.ids import check_stream_name, default_name
 from millstream.model.names import TablePatterns, parse_column, parse_qualified_name
@@ -34,7 +34,7 @@ def clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
     if config.flight.listen == config.http.listen and not config.http.listen.endswith(":0"):
         yield ("flight", "listen"), "is the address of [http] listen, too: name another port"
     yield from clashes_of_alerts(config.alerts)
-    slots: dict[tuple[str, str], str] = {}
+    slots: dict[str, tuple[str, str]] = {}
     for name, stream in config.streams.items():
         at: KeyPath = ("streams", name)
         yield from refusals(at, check_stream_name, name)
@@ -120,15 +120,15 @@ def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _clashes_of_source(
-    at: KeyPath, name: str, source: SourceConfig | None, slots: dict[tuple[str, str], str]
+    at: KeyPath, name: str, source: SourceConfig | None, slots: dict[str, tuple[str, str]]
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Yield those of a stream's source; `slots` are those of the streams before it."""
+    """Yield those of a stream's source; `slots` has the DSN and the slot of each stream before it."""
     if source is None:
         return
     slot = source.slot or default_name(name)
-    shown = mask_address(source.dsn)  # another password makes no other server
-    other = slots.setdefault((source.dsn if shown == MASK else shown, slot), name)
-    if other != name:
+    other = next((one for one, (dsn, used) in slots.items() if used == slot and _same_database(dsn, source.dsn)), None)
+    slots.setdefault(name, (source.dsn, slot))
+    if other is not None:
         yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
     # PostgreSQL cuts a longer name without an error: both publications would be one.
     for key, named, of in (
@@ -145,6 +145,17 @@ def _clashes_of_source(
         TablePatterns.parse(source.tables)
     except MillstreamError as error:
         yield (*at, "source", "tables"), in_words(error)
+
+
+def _same_database(one: str, other: str) -> bool:
+    """Return whether two DSNs name one database, by whatever user and in whatever form."""
+    if one == other:
+        return True
+    try:
+        first, second = (describe_parameters(parse_address(dsn)) for dsn in (one, other))
+    except (ValueError, ImportError):  # reported where it is needed
+        first, second = mask_address(one), mask_address(other)  # another password makes no other server
+    return first == second != MASK
 
 
 def clashes_of_routing(at: KeyPath, name: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
