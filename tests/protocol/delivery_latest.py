@@ -305,9 +305,12 @@ class LatestWorld(World):
         self.read_to = min(self.read_to, position_of(self.end, 1))
 
     def is_seen(self, message: Message) -> bool:
-        """Whether the log has a newer message of a message's key, or a client was given one, or a rewind skipped it."""
+        """Whether the log has a newer message of a message's key, or a client was given one, or a rewind skipped it.
+
+        It may also have been read again since it was dropped, and be a dead letter now.
+        """
         newer = [*self.messages(), *getattr(self, "shown", [])]
-        return message.id in self.done or any(
+        return message.id in self.done | self.consumer.dead.keys() or any(
             other.position > message.position and (other.groups == message.groups or _takes(other, Item(message)))
             for other in newer
         )
