@@ -156,3 +156,35 @@ def test_an_interrupt_leaves_the_iteration(home: Path, request: pytest.FixtureRe
             next(changes)
         timer.join()
         assert list(changes) == []
+
+
+def test_an_iteration_that_goes_on_after_a_failure_does_not_look_like_an_ended_log(home: Path) -> None:
+    """Regression: it ended silently, as if its home had been closed."""
+
+    def expires(here: Any) -> str:
+        start = f"{here.token('web').stream}.s0"
+        bounds = RetentionBounds(age_s=1e9, size_bytes=0, bytes_max=1 << 40)
+        assert drop_segments(str(Home(home).wal_folder("web")), Retention(), bounds).dropped
+        return start
+
+    async def work(start: str) -> None:
+        async with millstream.aio.open(home) as there:
+            changes = there.follow("web", after=start)
+            with pytest.raises(OffsetExpired):
+                await anext(changes)
+            with pytest.raises(UsageError, match="has ended this iteration"):
+                await anext(changes)
+            await changes.close()
+            with pytest.raises(StopAsyncIteration):
+                await anext(changes)
+
+    with millstream.open(home) as here:
+        changes = here.follow("web", after=f"{here.token('web').stream}.s0")
+        start = expires(here)
+        with pytest.raises(OffsetExpired):
+            next(changes)
+        with pytest.raises(UsageError, match="has ended this iteration"):
+            next(changes)
+        changes.close()
+        assert list(changes) == []
+    asyncio.run(work(start))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 from millstream.backoff import Backoff
 from millstream.closing import AsyncClosing, Closing
+from millstream.errors import UsageError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,7 +31,7 @@ class Following(Closing):
     """A blocking iterator of `(batch, token)`, made by `home.follow`.
 
     It waits for records that aren't there yet, and ends when it or its home is closed. It is a context manager that
-    closes it.
+    closes it. After an error it goes no further (`UsageError`).
 
     Concurrency: iterate it from one thread; `close` it from any.
     """
@@ -63,9 +64,11 @@ class Following(Closing):
             step, self._first = self._first, None
             try:
                 batch, self._token = next(self._steps) if step is None else step
-            except Exception:
+            except Exception as error:
                 if self._closed.is_set():
                     break  # its home was closed while it read
+                if isinstance(error, StopIteration):
+                    raise _broken_off() from None
                 raise
             if batch is not None:
                 self._nap.reset()
@@ -113,10 +116,12 @@ class AsyncFollowing(AsyncClosing):
                 if step.cancelled() and self._closed.is_set() and not (task and task.cancelling()):
                     break  # it was closed, and not this task cancelled
                 raise
-            except Exception:
+            except Exception as error:
                 self._step = None
                 if self._closed.is_set():
                     break  # its home was closed while it read
+                if isinstance(error, StopAsyncIteration):
+                    raise _broken_off() from None
                 raise
             self._step, self._token = None, token
             if batch is not None:
@@ -138,3 +143,11 @@ class AsyncFollowing(AsyncClosing):
                 step.exception()  # retrieved, so that asyncio doesn't log it
         with suppress(RuntimeError):  # another task closes it already
             await self._steps.aclose()
+
+
+def _broken_off() -> UsageError:
+    """Return the error of an iteration that goes on after a failure: its end would look like the log's."""
+    return UsageError(
+        "an error or an interruption has ended this iteration",
+        hint="Follow again behind what you have handled: `home.follow(…, after=token)`.",
+    )
