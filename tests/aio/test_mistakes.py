@@ -8,6 +8,7 @@ import math
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from millstream import aio
 from millstream.errors import (
     AppendOutcomeUnknown,
     ConfigError,
+    HomeClosed,
     InvalidValue,
     MillstreamError,
     RemoteError,
@@ -72,6 +74,65 @@ def test_a_call_that_can_not_be_meant_is_refused_before_anything_is_done(way: st
                 there.session("shop", "one")
         with contextlib.suppress(UnknownStream):  # nothing was appended, so there may be no log
             assert list(there.read("web", table="clicks")) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_home_that_was_closed_says_so_at_once(way: str, home: Path, url: str) -> None:
+    """Regression: calls raised errors of httpx and of executors, and a session resent its write until its deadline."""
+    where: Any = url if way.endswith("connect") else home
+    with a_home(way, where) as there:
+        session = there.session("web", "closed")
+        session.append("clicks", {"n": 1})
+        there.close()
+        began_s = time.monotonic()
+        for call in (
+            lambda: there.append("web", "clicks", {"n": 2}),
+            lambda: session.append("clicks", {"n": 2}),
+            lambda: session.append_all({"clicks": {"n": 2}}),
+            lambda: there.session_facts("web", "closed"),
+            lambda: there.consumers("web").list(),
+            lambda: there.follow("web").__anext__() if way.startswith("aio") else there.follow("web"),
+        ):
+            with pytest.raises(HomeClosed):
+                call()
+        if way != "open":  # which still reads
+            for call in (there.streams, there.status, lambda: there.query("select 1"), lambda: there.token("web")):
+                with pytest.raises(HomeClosed):
+                    call()
+            with pytest.raises(HomeClosed):
+                list(there.read("web"))
+        assert time.monotonic() - began_s < 20
+
+
+def test_an_append_whose_home_is_closed_before_the_answer_says_that_its_outcome_is_unknown() -> None:
+    """Regression: it ended with httpx's error about a closed client, though the rows were sent."""
+
+    async def closed_within(port: int, arrived: asyncio.Event) -> None:
+        for is_session in (False, True):
+            arrived.clear()
+            there = aio.connect(f"http://127.0.0.1:{port}")
+            calls = there.session("web", "one", next_number=1) if is_session else there
+            words = ("clicks",) if is_session else ("web", "clicks")
+            appends = asyncio.ensure_future(calls.append(*words, {"n": 1}))
+            await arrived.wait()
+            await there.close()
+            with pytest.raises(AppendOutcomeUnknown) as caught:
+                await appends
+            assert caught.value.details.keys() & {"number", "idempotency_key"}
+
+    async def silent() -> None:
+        arrived = asyncio.Event()
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            arrived.set()
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(take, "127.0.0.1", 0) as server, asyncio.timeout(60):
+            await closed_within(server.sockets[0].getsockname()[1], arrived)
+
+    asyncio.run(silent())
 
 
 @pytest.mark.parametrize("way", ["connect", "aio.connect"])

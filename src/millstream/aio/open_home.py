@@ -30,7 +30,7 @@ from millstream.client.consumers import Ask, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
 from millstream.client.write_session import session_of
 from millstream.delivery.running_consumer import Waiter
-from millstream.errors import WriterClosed
+from millstream.errors import HomeClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.home.home import Home
 from millstream.ingest.append_requests import sole_outcome
@@ -175,7 +175,7 @@ class AsyncOpenHome(AsyncHomeAppends):
     async def _carry_ask(self, stream: str, ask: Ask) -> Any:
         async with self._making:
             if self._closed:
-                raise WriterClosed("this home was closed", hint="Open it again: millstream.aio.open(…).")
+                raise HomeClosed("this home was closed")
             if self._consumers is None:
                 self._consumers = await asyncio.to_thread(home_consumers, self._home)
             consumers = self._consumers
@@ -203,7 +203,7 @@ class AsyncOpenHome(AsyncHomeAppends):
                 interrupts.append(lake.interrupt)
                 return None if given_up else lake.query(sql)
 
-        running = asyncio.get_running_loop().run_in_executor(self._queries, work)
+        running = self._on(self._queries, work)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -215,19 +215,27 @@ class AsyncOpenHome(AsyncHomeAppends):
 
     async def status(self) -> dict[str, Any]:
         """Return as `OpenHome.status`."""
-        return await asyncio.get_running_loop().run_in_executor(self._queries, self._reading.status)
+        return await self._on(self._queries, self._reading.status)
 
     async def _made(self) -> HomeAppender:
         async with self._making:
             if self._closed:
-                raise WriterClosed("this home was closed", hint="Open it again: millstream.aio.open(…).")
+                raise HomeClosed("this home was closed")
             if self._appender is None:
                 # The modules for writing are imported first, which takes a while.
                 self._appender = await asyncio.to_thread(home_appender, self._home)
             return self._appender
 
     async def _read(self, ask: Callable[[], _Found]) -> _Found:
-        return await asyncio.get_running_loop().run_in_executor(self._reader, ask)
+        return await self._on(self._reader, ask)
+
+    def _on(self, pool: ThreadPoolExecutor, call: Callable[[], _Found]) -> asyncio.Future[_Found]:
+        try:
+            return asyncio.get_running_loop().run_in_executor(pool, call)
+        except RuntimeError:
+            if self._closed:
+                raise HomeClosed("this home was closed") from None
+            raise
 
     async def _taken(self, begin: Callable[[], Iterator[_Found]]) -> AsyncGenerator[_Found, None]:
         """Yield an iterator's items, taken on the thread that reads."""

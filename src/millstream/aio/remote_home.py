@@ -176,6 +176,9 @@ class AsyncRemoteHome(RemoteSteps, AsyncHomeAppends):
                 await response.aclose()
         except httpx.RequestError as error:
             return await asyncio.to_thread(lost_of, error, self._url)
+        except RuntimeError:
+            self._check_open()
+            raise
 
 
 def connect(

@@ -17,7 +17,7 @@ from millstream.client.call_results import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, La
 from millstream.client.consumers import Ask, Consumers, Consumption, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.write_session import Session, session_of
-from millstream.errors import WriterClosed
+from millstream.errors import HomeClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.export.record_reading import read_records
 from millstream.home.config_mapping import increments_of
@@ -68,11 +68,12 @@ class OpenHome(HomeAppends):
 
     def close(self) -> None:
         """Close everything that was opened. If this process writes the home's streams, others may from here on."""
-        self._readers.clear()
-        for following in list(self._followings):
-            following.close()
         with self._appending:
             self._closed, appender, consumers = True, self._appender, self._consumers
+            followings = list(self._followings)
+        self._readers.clear()
+        for following in followings:
+            following.close()
         if consumers is not None:
             consumers.close()
         if appender is not None:
@@ -175,13 +176,17 @@ class OpenHome(HomeAppends):
             UsageError: a text is no table's name.
             MillstreamError (`table_quarantined`): as `read`, while iterating, if tables are named.
             ReplicationError (`replica_too_stale`): as `read`, at the call.
+            HomeClosed: this home was closed.
         """
         tables = FollowedTables(table)
         reader = open_reader(self._home, stream)
         at = position_of(reader, after)
         token = StreamToken.scalar(reader.stream_id, at)
         following = Following(follow_steps(reader, tables, at), token, LOCAL_POLL_S)
-        self._followings.add(following)
+        with self._appending:
+            if self._closed:
+                raise HomeClosed("this home was closed")
+            self._followings.add(following)
         return following
 
     def read_latest(
@@ -287,7 +292,7 @@ class OpenHome(HomeAppends):
     def _home_appender(self) -> HomeAppender:
         with self._appending:
             if self._closed:
-                raise WriterClosed("this home was closed", hint="Open it again: millstream.open(…).")
+                raise HomeClosed("this home was closed")
             if self._appender is None:
                 self._appender = home_appender(self._home)
             return self._appender
@@ -326,7 +331,7 @@ class OpenHome(HomeAppends):
     def _home_consumers(self) -> HomeConsumers:
         with self._appending:
             if self._closed:
-                raise WriterClosed("this home was closed", hint="Open it again: millstream.open(…).")
+                raise HomeClosed("this home was closed")
             if self._consumers is None:
                 self._consumers = home_consumers(self._home)
             return self._consumers

@@ -18,6 +18,7 @@ from millstream.client.http_requests import Call
 from millstream.errors import (
     AppendOutcomeUnknown,
     Fenced,
+    HomeClosed,
     MillstreamError,
     NotEnoughReplicas,
     PositionError,
@@ -154,6 +155,7 @@ def appended(
 
     Raises:
         AppendOutcomeUnknown: the final outcome is unknown.
+        HomeClosed: the connections were closed before any try; nothing was appended.
         NotEnoughReplicas: it is durable there, but others didn't confirm by the deadline that they have
             it, or no later try was possible; details: idempotency_key.
         RemoteError (`server_unreachable`), Overloaded, …: nothing was appended.
@@ -166,7 +168,10 @@ def appended(
         left_s = max(0.0, waiting.give_up_s - now())
         at_once_s = min(left_s, SERVER_DEADLINE_S_MAX)
         params = {**call.params, "deadline_s": f"{at_once_s:.3f}"}
-        got = yield replace(call, params=params, more_patience_s=at_once_s)
+        try:
+            got = yield replace(call, params=params, more_patience_s=at_once_s)
+        except HomeClosed as closed:
+            raise (unknown or closed) from closed
         error: MillstreamError
         wait_s = nap_s
         if isinstance(got, Lost):

@@ -36,7 +36,7 @@ from millstream.client.http_requests import (
 )
 from millstream.client.http_retries import Exchange, HttpAnswer, Lost, Nap, appended, asked, json_of, whole_table
 from millstream.client.write_session import Session, session_of
-from millstream.errors import RemoteError, UsageError
+from millstream.errors import HomeClosed, RemoteError, UsageError
 from millstream.errors.missing_extras import missing_extra
 from millstream.model.positions import StreamToken
 from millstream.model.steps import Steps, blocking, run
@@ -80,6 +80,10 @@ class RemoteSteps:
     def url(self) -> str:
         """Return its address."""
         return self._url
+
+    def _check_open(self) -> None:
+        if self._http.is_closed:
+            raise HomeClosed("this home was closed", url=self._url)
 
     def _json(self, call: Call) -> Steps[Any]:
         return json_of((yield from self._asked(call)), self._url)
@@ -270,6 +274,9 @@ class RemoteHome(RemoteSteps, HomeAppends):
                 return answer_of(response, response.read(), None)
         except httpx.RequestError as error:
             return lost_of(error, self._url)
+        except RuntimeError:
+            self._check_open()
+            raise
 
 
 def connect(

@@ -21,6 +21,7 @@ from millstream.errors import (
     BufferOutcomeUnknown,
     DedupWindowExpired,
     HomeBusy,
+    HomeClosed,
     IdempotencyKeyReused,
     InvalidValue,
     MillstreamError,
@@ -189,7 +190,7 @@ class Attempts:
             self._missing = error if number else None
         elif isinstance(error, DedupWindowExpired | IdempotencyKeyReused | SessionExpired):
             raise error
-        again = (
+        again = not isinstance(error, HomeClosed) and (
             isinstance(error, AppendOutcomeUnknown | BufferOutcomeUnknown | WriterClosed | HomeBusy)
             or error.retry is Retry.BACKOFF
         )

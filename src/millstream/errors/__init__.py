@@ -42,6 +42,7 @@ from millstream.errors._lake import LakeUnavailable as LakeUnavailable
 from millstream.errors._log import AppendOutcomeUnknown as AppendOutcomeUnknown
 from millstream.errors._log import CorruptWal as CorruptWal
 from millstream.errors._log import DiskFull as DiskFull
+from millstream.errors._log import HomeClosed as HomeClosed
 from millstream.errors._log import LogError as LogError
 from millstream.errors._log import Overloaded as Overloaded
 from millstream.errors._log import ShardLocked as ShardLocked

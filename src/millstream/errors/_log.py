@@ -113,6 +113,13 @@ class WriterClosed(LogError):
     retry = Retry.REOPEN
 
 
+class HomeClosed(WriterClosed):
+    """This program has closed the home that it calls. The call did nothing."""
+
+    code = "home_closed"
+    default_hint = "Open the home again: `millstream.open(…)` or `millstream.connect(…)`."
+
+
 class StaleEpoch(LogError):
     """A newer writer owns the shard."""
 

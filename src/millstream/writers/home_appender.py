@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
-from millstream.errors import HomeBusy, MillstreamError, StaleEpoch, WriterClosed
+from millstream.errors import HomeBusy, HomeClosed, MillstreamError, StaleEpoch, WriterClosed
 from millstream.home.machine_code_folder import place_compiled_code
 from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.append_server import AppendServer
@@ -239,7 +239,7 @@ class HomeAppender:
         with self._opening:
             with self._lock:
                 if self._closed:
-                    raise WriterClosed("the home was closed before the append began; nothing was appended")
+                    raise HomeClosed("the home was closed before the append began; nothing was appended")
                 if self._own is not None and self._own.has_ended:
                     self._own = None
                 way = self._own or self._client

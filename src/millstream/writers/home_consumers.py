@@ -27,7 +27,7 @@ from millstream.delivery.follower_consumers import SHOWN, CopiedConsumers
 from millstream.delivery.running_consumer import Waiter
 from millstream.delivery.service import Answer, StreamConsumers
 from millstream.delivery.state_repair import stored_names
-from millstream.errors import ConfigError, DeliveryError, HomeBusy, LakeBehind, LogError, MillstreamError, WriterClosed
+from millstream.errors import ConfigError, DeliveryError, HomeBusy, HomeClosed, LakeBehind, LogError, MillstreamError, WriterClosed
 from millstream.ingest.uninterruptible import uninterruptible
 from millstream.leadership.node_roles import LOOK_EVERY_S, Roles
 from millstream.libpq import database_of
@@ -243,7 +243,7 @@ class HomeConsumers:
             return None
         with self._lock:
             if self._is_closed:
-                raise WriterClosed("the home is closed")
+                raise HomeClosed("the home is closed")
             if self._own is None:
                 self._home.prepare()
                 with suppress(HomeBusy):
