@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -112,3 +114,37 @@ def test_a_question_gives_a_process_up_that_is_stopped(home: Home, monkeypatch: 
         goes_on.set()
         consumers.close()
         role.release()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_forked_child_has_the_consumers_once_its_parent_has_ended(home: Home, *, closes: bool) -> None:
+    """Regression: a program that forks into the background asked its ended parent for ever (`home_busy`)."""
+    received, report = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            _with_a_child(home, closes=closes, report=report)
+        finally:
+            os._exit(1)
+    os.close(report)
+    assert os.waitpid(parent, 0)[1] == 0
+    with os.fdopen(received, "rb") as said:
+        assert json.load(said) == [1, 2]
+
+
+def _with_a_child(home: Home, *, closes: bool, report: int) -> None:
+    """Have the home's consumers, fork, and end; the child reports what it receives once this process is gone."""
+    here = OpenHome(home)
+    here.consumers(STREAMS[0]).create("search", start="earliest")
+    parent = os.getpid()
+    if os.fork():
+        if closes:
+            here.close()
+        os._exit(0)
+    wait_for(lambda: os.getppid() != parent)
+    here.append(STREAMS[0], "orders", {"id": 2})
+    with here.consume(STREAMS[0], "search", wait_s=5.0) as messages:
+        ids = [message.record["row"]["id"] for message in messages]
+    os.write(report, json.dumps(ids).encode())
+    here.close()
+    os._exit(0)

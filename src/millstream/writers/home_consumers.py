@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
@@ -62,26 +63,36 @@ _FORWARDED_WAIT_MS: Final = 500
 """How long a forwarded `receive` waits at a time: its client may have gone."""
 _PREFIX: Final = "consumer:"
 """Prefix of consumers' names among the catalog's holders, which has pipelines and followers, too."""
+_OPEN_HERE: Final[weakref.WeakSet[HomeConsumers]] = weakref.WeakSet()
 
 
 class HomeConsumers:
     """The consumers of a home's streams. The first request makes this process their owner, if no other process is.
 
-    Concurrency: any number of threads. A forked child forwards to its parent.
+    Concurrency: any number of threads. A forked child forwards to its parent, and may become the owner once that ends.
     """
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._lock = threading.Lock()
-        self._own: _Owner | None = None
         self._copies: dict[str, CopiedConsumers] = {}
         self._roles = Roles(home)
         self._is_server = False
         self._is_closed = False
-        self._taking: Worker | None = None
         self._logged: dict[str, str] = {}
         """By stream, the last logged reason why its consumers can't be opened."""
-        self._pid = os.getpid()
+        self._of_parent: _Owner | None = None
+        """What a forked child has of its parent's owner. It stays, and isn't closed: its files are the parent's."""
+        self._begin()
+        _OPEN_HERE.add(self)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._own: _Owner | None = None
+        self._taking: Worker | None = None
+
+    def _begin_in_child(self) -> None:
+        self._of_parent = self._own
+        self._begin()
 
     def call(
         self,
@@ -226,8 +237,6 @@ class HomeConsumers:
 
     def close(self) -> None:
         """Give the consumers up, if this process has them."""
-        if self._pid != os.getpid():
-            return
         with self._lock:
             self._is_closed, own = True, self._own
             self._own = None
@@ -239,8 +248,6 @@ class HomeConsumers:
 
     def _owner(self) -> _Owner | None:
         """Return this process's owner of the consumers; None if another process has them."""
-        if self._pid != os.getpid():
-            return None
         with self._lock:
             if self._is_closed:
                 raise HomeClosed("the home is closed")
@@ -531,3 +538,11 @@ def check_unmade(home: Home, stream: str) -> None:
                     around.start_of(definition, around.open_reader())
                 except MillstreamError as error:
                     raise around.file.reported(name, error) from error
+
+
+def _begin_all_in_child() -> None:
+    for consumers in list(_OPEN_HERE):
+        consumers._begin_in_child()  # noqa: SLF001 (its own module)
+
+
+os.register_at_fork(after_in_child=_begin_all_in_child)
