@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from millstream.app.home_merged_tables import HomeMergedTables, latest_with_totals, merged_rows
 from millstream.app.log_readers import check_age_of_copy, needs_run, open_reader, schemas_named, tables_named
@@ -17,7 +17,7 @@ from millstream.client.call_results import CONSUMED_AT_ONCE, LATEST_ROWS_MAX, La
 from millstream.client.consumers import Ask, Consumers, Consumption, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.write_session import Session, session_of
-from millstream.errors import HomeClosed
+from millstream.errors import AppendOutcomeUnknown, HomeClosed, UsageError
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.export.record_reading import read_records
 from millstream.home.config_mapping import increments_of
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from millstream.writers.home_consumers import HomeConsumers
 
 
+_Result = TypeVar("_Result")
+
+
 class OpenHome(HomeAppends):
     """An open home. Read from one thread, append from any number; any number of processes may have it open."""
 
@@ -57,6 +60,7 @@ class OpenHome(HomeAppends):
         self._appender: HomeAppender | None = None
         self._consumers: HomeConsumers | None = None
         self._closed = False
+        self._of_thread = _OfThread()
 
     def __repr__(self) -> str:
         return f"OpenHome({str(self.path)!r})"
@@ -67,7 +71,14 @@ class OpenHome(HomeAppends):
         return self._home.path
 
     def close(self) -> None:
-        """Close everything that was opened. If this process writes the home's streams, others may from here on."""
+        """Close everything that was opened. If this process writes the home's streams, others may from here on.
+
+        A signal handler (or a finalizer) may call it: if it interrupts an append of its own thread, the home is closed once
+        that ends.
+        """
+        if self._of_thread.is_writing():
+            self._of_thread.closes = self._closed = True
+            return
         with self._appending:
             self._closed, appender, consumers = True, self._appender, self._consumers
             followings = list(self._followings)
@@ -280,14 +291,40 @@ class OpenHome(HomeAppends):
             WriteBufferError (`sessions_not_known`): it writes to a buffer.
             HomeBusy, WriterClosed: as `append`.
         """
-        return self._home_appender().session(stream, name)
+        return self._written(lambda appender: appender.session(stream, name))
 
     def _append(self, request: AppendRequest, tables: Mapping[str, pa.Table]) -> Appended:
-        appender = self._home_appender()
-        from millstream.ingest.append_requests import sole_outcome
+        def append(appender: HomeAppender) -> Appended:
+            from millstream.ingest.append_requests import sole_outcome
 
-        batch = request.batch(tables)
-        return sole_outcome(appender.append_batch(request.stream, batch, deadline_s=request.deadline_s))
+            batch = request.batch(tables)
+            return sole_outcome(appender.append_batch(request.stream, batch, deadline_s=request.deadline_s))
+
+        return self._written(append)
+
+    def _written(self, call: Callable[[HomeAppender], _Result]) -> _Result:
+        """Call the appender. Its locks are of no use to a call that interrupts another one of the same thread."""
+        own = self._of_thread
+        if own.is_writing():
+            own.refused = UsageError(
+                "a signal handler, or a finalizer, can't append while it interrupts an append of its thread; nothing of it"
+                " was appended",
+                hint="Set a flag there, or raise an exception, and append once the interrupted call has returned.",
+            )
+            raise own.refused
+        try:
+            with own.writing:
+                return call(self._home_appender())
+        except UsageError as error:
+            if error is not own.refused:
+                raise
+            raise AppendOutcomeUnknown(
+                "a signal handler's own append failed within this one: the rows may or may not be durable"
+            ) from error
+        finally:
+            if own.closes:
+                own.closes = False
+                self.close()
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:
@@ -389,6 +426,22 @@ class OpenHome(HomeAppends):
         else:
             check_age_of_copy(self._home, name)
         return self._readers[name]
+
+
+class _OfThread(threading.local):
+    """The calls of one thread that write."""
+
+    def __init__(self) -> None:
+        self.writing = threading.Lock()
+        """Held by a call. A lock, since Ctrl-C can't come between its acquisition and its block."""
+        self.closes = False
+        """Whether the home is to be closed once the call ends."""
+        self.refused: UsageError | None = None
+        """The error of the last call that interrupted another one. If that one raises it, its own outcome is unknown."""
+
+    def is_writing(self) -> bool:
+        """Return whether the thread is within a call."""
+        return self.writing.locked()
 
 
 def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millstream.open`
