@@ -29,6 +29,7 @@ from millstream.errors import (
     MillstreamError,
     RemoteError,
     UnknownStream,
+    UnknownTable,
     UsageError,
 )
 from millstream.testing.errors import coded
@@ -67,13 +68,20 @@ def test_a_call_that_can_not_be_meant_is_refused_before_anything_is_done(way: st
         for name in ("", " ", 7):
             with pytest.raises(InvalidValue, match="can't name a session"):
                 there.session("web", name)
+        for number in (0, -1, "1", 1.5, True):
+            for name in (None, "one"):
+                with pytest.raises(UsageError, match="numbered from 1"):
+                    there.session("web", name, next_number=number)
         with pytest.raises(UnknownStream):
             there.session("Not A Stream", "one")
         if not way.endswith("connect"):
             with pytest.raises(UnknownStream, match="no stream shop"):
                 there.session("shop", "one")
-        with contextlib.suppress(UnknownStream):  # nothing was appended, so there may be no log
+        with contextlib.suppress(UnknownStream, UnknownTable):  # nothing was appended, so there may be no log
             assert list(there.read("web", table="clicks")) == []
+        for number in (0, -1, 1.5, True):
+            with pytest.raises(InvalidValue):
+                there.append("web", "others", {"n": 1}, session="one", number=number)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -60,7 +60,7 @@ def session_of(name: str | None, next_number: int | None) -> tuple[str, int | No
             f"{name!r} can't name a session",
             hint="Pass a name, or None for a new unique one.",
         )
-    return (uuid.uuid4().hex, next_number or 1) if name is None else (name, next_number)
+    return (uuid.uuid4().hex, 1 if next_number is None else next_number) if name is None else (name, next_number)
 
 
 _DOUBTFUL: Final = frozenset(
@@ -86,8 +86,9 @@ class Numbers:
     """
 
     def __init__(self, name: str, next_number: int | None) -> None:
-        if next_number is not None and next_number < 1:
-            raise UsageError(f"a session's writes are numbered from 1, and {next_number} was asked for")
+        said: object = next_number
+        if said is not None and (not isinstance(said, int) or isinstance(said, bool) or said < 1):
+            raise UsageError(f"a session's writes are numbered from 1, and {said!r} was asked for")
         self._name = name
         self._next = next_number
         self._given_back: list[int] = []

@@ -109,7 +109,7 @@ def check_write_id(write_id: WriteId) -> None:
             hint="Pass both session and number, or idempotency_key alone.",
         )
     given: tuple[tuple[object, type], ...] = ((session, str), (key, str), (number, int))
-    if not all(one is None or isinstance(one, kind) for one, kind in given):
+    if isinstance(number, bool) or not all(one is None or isinstance(one, kind) for one, kind in given):
         raise InvalidValue("a session's name and an idempotency key are text, and a number in a session is a whole one")
     if number is not None and not 1 <= number <= _NUMBER_MAX:
         raise InvalidValue(f"{number} can't be a write's number: a session's writes are numbered from 1")
