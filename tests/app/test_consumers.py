@@ -20,6 +20,7 @@ import millstream.aio
 from millstream.administration.consumer_checks import check_consumer_state
 from millstream.delivery.consumer_lookup import Locked
 from millstream.delivery.running_consumer import Waiter
+from millstream.delivery.service import StreamConsumers
 from millstream.errors import DeliveryError, InvalidValue, WriterClosed
 from millstream.home.home import Home
 from millstream.processes.role_locks import holder
@@ -338,6 +339,63 @@ def test_a_call_that_ctrl_c_interrupts_leaves_the_consumer_usable(
                 next(messages) if is_waiting else consumers.pause("search")
             patched.undo()
         assert consumers.resume("search")["state"] == "active"
+
+
+def test_a_task_that_gives_up_while_messages_are_taken_leaves_them_to_the_next(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: no one saw them until their delivery expired, and a table without a key had nothing else until then."""
+    call = StreamConsumers.call
+    taken, seen = threading.Event(), threading.Event()
+
+    def slow(consumers: StreamConsumers, what: str, *args: Any, **named: Any) -> Any:
+        answer = call(consumers, what, *args, **named)
+        if what == "receive" and not taken.is_set():
+            taken.set()
+            assert seen.wait(60)
+        return answer
+
+    async def work() -> None:
+        async with millstream.aio.open(home) as found:
+            await found.append("web", "clicks", [{"id": 1}, {"id": 2}])
+            await found.consumers("web").create("search", tables=["public.clicks"], start="earliest")
+            monkeypatch.setattr(StreamConsumers, "call", slow)
+            async with found.consume("web", "search") as messages:
+                waits = asyncio.ensure_future(anext(messages))
+                assert await asyncio.to_thread(taken.wait, 60)
+                waits.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waits
+            seen.set()
+            async with found.consume("web", "search", wait_s=10.0) as messages:
+                assert (await anext(messages)).record["row"]["id"] == 1
+
+    asyncio.run(work())
+
+
+def test_an_interrupt_just_as_messages_were_taken_leaves_them_to_the_next(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    call, main = StreamConsumers.call, threading.main_thread().ident
+    assert main is not None
+
+    def interrupted(consumers: StreamConsumers, what: str, *args: Any, **named: Any) -> Any:
+        answer = call(consumers, what, *args, **named)
+        if what == "receive":
+            signal.pthread_kill(main, signal.SIGINT)
+        return answer
+
+    with millstream.open(home) as found:
+        found.append("web", "clicks", [{"id": 1}, {"id": 2}])
+        found.consumers("web").create("search", tables=["public.clicks"], start="earliest")
+        with monkeypatch.context() as patched, found.consume("web", "search") as messages:
+            patched.setattr(StreamConsumers, "call", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(messages)
+            patched.undo()
+        with found.consume("web", "search", wait_s=10.0) as messages:
+            assert next(messages).record["row"]["id"] == 1
 
 
 def test_a_server_delivers_to_the_sink_of_a_consumer_that_a_command_made(home: Path) -> None:

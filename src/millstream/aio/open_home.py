@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from datetime import datetime
 from functools import partial
@@ -34,11 +34,12 @@ from millstream.errors import HomeClosed
 from millstream.export.follow_log import FollowedTables, follow_steps, position_of
 from millstream.home.home import Home
 from millstream.ingest.append_requests import sole_outcome
-from millstream.workers import call_in_thread
+from millstream.workers import call_apart, call_in_thread
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.delivery.service import Answer
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
@@ -181,10 +182,15 @@ class AsyncOpenHome(AsyncHomeAppends):
             consumers = self._consumers
         waiter = Waiter()
         call = partial(consumers.call, stream, ask.what, ask.name, ask.body, waiter=waiter)
+        called = call_in_thread("aio-consumers", call)
         try:
-            return with_records(ask, (await asyncio.wrap_future(call_in_thread("aio-consumers", call))).body)
-        finally:
+            return with_records(ask, (await asyncio.shield(asyncio.wrap_future(called))).body)
+        except asyncio.CancelledError:
             waiter.leave()
+            if ask.what == "receive":
+                # Taken just then, and never seen.
+                called.add_done_callback(partial(_give_back, consumers, stream, str(ask.name)))
+            raise
 
     async def query(
         self,
@@ -254,6 +260,12 @@ def open(path: str | Path | None = None) -> AsyncOpenHome:  # noqa: A001 - as `m
     home = Home.find(path, needs_source=False, named_by="path")
     home.check_format()
     return AsyncOpenHome(home)
+
+
+def _give_back(consumers: HomeConsumers, stream: str, name: str, called: Future[Answer]) -> None:
+    """Return the messages of a call that has no caller left."""
+    if called.exception() is None:
+        call_apart("aio-consumers", partial(consumers.give_back, stream, name, called.result()))
 
 
 def _heed(running: asyncio.Future[Any]) -> None:

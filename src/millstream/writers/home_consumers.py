@@ -28,7 +28,16 @@ from millstream.delivery.follower_consumers import SHOWN, CopiedConsumers
 from millstream.delivery.running_consumer import Waiter
 from millstream.delivery.service import Answer, StreamConsumers
 from millstream.delivery.state_repair import stored_names
-from millstream.errors import ConfigError, DeliveryError, HomeBusy, HomeClosed, LakeBehind, LogError, MillstreamError, WriterClosed
+from millstream.errors import (
+    ConfigError,
+    DeliveryError,
+    HomeBusy,
+    HomeClosed,
+    LakeBehind,
+    LogError,
+    MillstreamError,
+    WriterClosed,
+)
 from millstream.ingest.uninterruptible import uninterruptible
 from millstream.leadership.node_roles import LOOK_EVERY_S, Roles
 from millstream.libpq import database_of
@@ -81,7 +90,7 @@ class HomeConsumers:
         self._logged: dict[str, str] = {}
         """By stream, the last logged reason why its consumers can't be opened."""
         self._of_parent: _Owner | None = None
-        """What a forked child has of its parent's owner. It stays, and isn't closed: its files are the parent's."""
+        """A forked child's copy of its parent's owner. It stays, and isn't closed: its files are the parent's."""
         self._begin()
         _OPEN_HERE.add(self)
 
@@ -116,8 +125,30 @@ class HomeConsumers:
         """
         waiter = waiter or Waiter()
         # An interrupted step would leave a consumer's machine between two states, or its lock held for ever.
-        call = partial(self._call, stream, what, name, body, waiter, key)
-        return uninterruptible(call, leave=waiter.leave)
+        made: list[Answer] = []
+
+        def call() -> Answer:
+            made.append(self._call(stream, what, name, body, waiter, key))
+            return made[0]
+
+        try:
+            return uninterruptible(call, leave=waiter.leave)
+        except BaseException:
+            for answer in made if what == "receive" else ():  # an interruption has lost it
+                uninterruptible(partial(self.give_back, stream, str(name), answer))
+            raise
+
+    def give_back(self, stream: str, name: str, answer: Answer) -> bool:
+        """Return the messages of a `receive` that no caller sees, which doesn't count as a failure.
+
+        Otherwise they would come back only by their expiry. Return whether they are back.
+        """
+        ids = [message["ack_id"] for message in answer.body["messages"]]
+        with suppress(MillstreamError):
+            if ids:
+                self._asked(stream, "nack", name, {"ack_ids": ids, "failed": False}, Waiter())
+            return True
+        return False
 
     def _call(self, stream: str, what: str, name: str | None, body: Any, waiter: Waiter, key: str | None) -> Answer:
         self._home.written_stream(stream)
@@ -182,7 +213,7 @@ class HomeConsumers:
         """Wait here, a little at a time, if another process has the consumers."""
         owner = self._owner()
         if owner is not None:
-            return owner.of(stream).call("receive", name, body, waiter)
+            return self._unless_gone(stream, name, owner.of(stream).call("receive", name, body, waiter), waiter)
         end_s = None
         while True:
             forwarded = body
@@ -191,15 +222,16 @@ class HomeConsumers:
                 left_ms = max(0, int((end_s - time.monotonic()) * 1000))
                 if body["wait_for_ms"] > _FORWARDED_WAIT_MS and body["wait_for_ms"] <= 30_000:
                     forwarded = {**body, "wait_for_ms": min(left_ms, _FORWARDED_WAIT_MS)}
-            found = self._asked(stream, "receive", name, forwarded, waiter)
-            if waiter.is_gone and found.body["messages"]:
-                # The owner doesn't see this process's clients. The messages were never seen.
-                ids = [message["ack_id"] for message in found.body["messages"]]
-                self._asked(stream, "nack", name, {"ack_ids": ids, "failed": False}, waiter)
-                return found._replace(body={"messages": []})
+            found = self._unless_gone(stream, name, self._asked(stream, "receive", name, forwarded, waiter), waiter)
             is_over = end_s is None or time.monotonic() >= end_s
             if found.body["messages"] or is_over or waiter.is_gone or found.has_ended:
                 return found
+
+    def _unless_gone(self, stream: str, name: str, answer: Answer, waiter: Waiter) -> Answer:
+        """Return an answer; if its client has left while messages were taken, give them back, and return none."""
+        if waiter.is_gone and answer.body["messages"] and self.give_back(stream, name, answer):
+            return answer._replace(body={"messages": []})
+        return answer
 
     def _asked(
         self, stream: str, what: str, name: str | None, body: Any, waiter: Waiter, key: str | None = None
