@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pyarrow as pa
@@ -23,6 +28,7 @@ from tests.spark.hand_made import Change, insert
 from tests.spark.hand_made import Home as HandMade
 
 import millstream
+import millstream.aio
 from millstream.app.open_home import OpenHome
 from millstream.client.batch_stream import END, Pieces, failed, piece
 from millstream.client.remote_home import RemoteHome
@@ -378,3 +384,52 @@ def test_an_answer_that_fails_amid_a_piece_has_its_error() -> None:
         list(Pieces().feed(first + END))
     (table,) = Pieces().feed(first + b"".join(rest) + END)
     assert table.to_batches() == [batch]
+
+
+@contextmanager
+def numbering() -> Iterator[str]:
+    """A server whose only stream is named by the number of the caller's connection, which it keeps."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool, ExitStack() as all_of_them:
+
+        def answer(connection: socket.socket, number: int) -> None:
+            body = json.dumps({"streams": [str(number)]}).encode()
+            head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            with suppress(OSError):
+                while connection.recv(65536):
+                    connection.sendall(head.encode() + body)
+
+        def accept() -> None:
+            with suppress(OSError):
+                for number in itertools.count(1):
+                    connection = all_of_them.enter_context(listener.accept()[0])
+                    all_of_them.callback(connection.shutdown, socket.SHUT_RDWR)
+                    pool.submit(answer, connection, number)
+
+        pool.submit(accept)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["connect", "aio.connect"])
+def test_a_forked_child_has_connections_of_its_own(*, is_async: bool) -> None:
+    """Regression: parent and child sent on one connection, and each got the other's answers, to appends too."""
+    with numbering() as url, asyncio.Runner() as runner:
+        there = millstream.aio.connect(url) if is_async else millstream.connect(url)
+
+        def streams(runner: asyncio.Runner) -> Any:
+            return runner.run(there.streams()) if is_async else there.streams()
+
+        assert streams(runner) == ["1"]
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                with asyncio.Runner() as own:
+                    status = int(streams(own) != ["2"] or streams(own) != ["2"])
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert streams(runner) == ["1"]
+        runner.run(there.close()) if is_async else there.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -71,10 +72,22 @@ class RemoteSteps:
         self._url = check_url(url)
         self._timeout_s = timeout_s
         self._followings: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._http = self._client(**client_settings(self._url, token, tls, timeout_s))
+        self._settings = client_settings(self._url, token, tls, timeout_s)
+        self._pid, self._own_http = os.getpid(), self._client(**self._settings)
+        self._http_of_parent: Any = None
+        """A forked child's copy of its parent's client. It stays, and isn't closed."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._url!r})"
+
+    @property
+    def _http(self) -> Any:
+        """Return the HTTP client of this process: on a connection that it shared with its parent, each would get the other's answers."""
+        if self._pid != os.getpid():
+            if not self._own_http.is_closed:
+                self._http_of_parent, self._own_http = self._own_http, self._client(**self._settings)
+            self._pid = os.getpid()
+        return self._own_http
 
     @property
     def url(self) -> str:
@@ -109,7 +122,7 @@ class RemoteHome(RemoteSteps, HomeAppends):
     `RemoteError` (`answer_unreadable`) (the server isn't Millstream). An append is resent until its deadline if no answer came, or the
     server has no room just now.
 
-    Concurrency: any number of threads.
+    Concurrency: any number of threads. A forked child has connections of its own.
     """
 
     _client = httpx.Client
