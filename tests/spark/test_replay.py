@@ -64,7 +64,7 @@ def test_killed_in_its_midst_it_goes_on_from_the_last_cut_and_tells_how_far_it_i
     seen: list[PipelineProgress] = []
 
     def note(progress: PipelineProgress) -> None:
-        if len(seen) < 10:
+        if len(seen) < 10 and progress.replayed is None:  # a drain ends where it began
             write(home, models, 1)
         seen.append(progress)
 
