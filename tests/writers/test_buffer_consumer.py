@@ -546,7 +546,8 @@ def test_a_buffer_under_another_name_goes_on_where_it_was(home: Home, names: lis
     home.keys["visits"] = ("id",)
     assert retry_table(home.catalog, home.stream, "visits", buffer=home.name).startswith("its missing rows")
     home.take()
-    assert (home.texts(), home.texts("visits")) == (["one", "two", *names], ["v0", "v1"])
+    first = home.texts()[:2]  # each in a shard of its own
+    assert (sorted(first), home.texts()[2:], home.texts("visits")) == (["one", "two"], names, ["v0", "v1"])
     remade(home)
     with pytest.raises(WriteBufferError, check=coded("buffer_replaced")):
         home.take()

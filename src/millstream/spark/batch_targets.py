@@ -69,15 +69,6 @@ class LakeOfFiles:
         cut = self.last_cut()
         return {} if cut is None else dict(cut.held)
 
-    def lacking(
-        self,
-        tables: Collection[TableId],  # noqa: ARG002 - folds build a view from all of history
-        *,
-        without_rows: Collection[TableId],  # noqa: ARG002
-    ) -> dict[TableId, tuple[Seq, str]]:
-        """Return the tables with a view that lacks records of those that have landed: their positions, and the view."""
-        return {}
-
     def commit_cut(
         self,
         n: Seq,
@@ -178,6 +169,7 @@ class LakeDatabase:
     def lacking(
         self, tables: Collection[TableId], *, without_rows: Collection[TableId]
     ) -> dict[TableId, tuple[Seq, str]]:
+        """Return the tables with a view that lacks records of those that have landed: their positions, and the view."""
         return dict(view_gaps.lacking(self.target, tables, without_rows=without_rows))
 
     def commit_cut(
