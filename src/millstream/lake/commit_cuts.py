@@ -490,7 +490,10 @@ def _held_facts(held: Mapping[TableId, Seq]) -> dict[str, Any]:
 
 
 def _changes(full: Mapping[str, CutTable], cut: Cut) -> str:
-    """Return the tables that differ from those of a full row, with those that are quarantined; a table that is no longer there is null."""
+    """Return the tables that differ from those of a full row, with those that are quarantined.
+
+    A table that is no longer there is null.
+    """
     changed: dict[str, Any] = {f: _facts(t) for f, t in cut.tables.items() if full.get(f) != t}
     return _text(changed | dict.fromkeys(full.keys() - cut.tables.keys()) | _held_facts(cut.held))
 

@@ -6,8 +6,8 @@ A table's data can also be erased before such a copy (`erase_view`), under all t
 
 A folder that another program wrote into, or whose log can't be read, is never deleted: it is moved aside
 (`<folder>.set-aside-<n>`), and the table is built in its place. A table that is known to a catalog is emptied in place
-instead. Readers see an intact table until one commit replaces it: that of a fold (`folded.current_table`, `folded.scd2_table`), which a
-running pipeline makes itself.
+instead. Readers see an intact table until one commit replaces it: that of a fold (`folded.current_table`,
+`folded.scd2_table`), which a running pipeline makes itself.
 """
 
 from __future__ import annotations
